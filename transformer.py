@@ -335,6 +335,6 @@ def load_checkpoint(path: str | os.PathLike) -> Transformer:
         model = Transformer(TransformerConfig(**saved["config"]))
         model.to(saved["weights"]["projection.weight"].dtype).load_state_dict(saved["weights"])
     except Exception as error:  # torch.load raises many kinds
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).split(". ")[0][:200]
         raise ValueError(f"{path} is no checkpoint of this model: {reason}") from error
     return model.eval()

@@ -1,0 +1,26 @@
+# make demo: the main job, in an environment of its own.   make test: all tests.   make clean: remove what both made.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint plots clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,test,plot]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python train_copy.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest tests
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+plots: .venv/installed
+	$(BIN)/python examples/plots.py copy.pt
+
+clean:
+	rm -rf .venv copy.pt onnx *.egg-info
