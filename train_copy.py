@@ -30,7 +30,7 @@ OPTIONS = {
     "--n-heads": (2, "attention heads"),
     "--n-layers": (2, "layers in the encoder, and in the decoder"),
     "--d-ff": (128, "inner width of the feed-forward network"),
-    "--dropout": (0.0, "P_drop; so small a model, which sees hardly any example twice, needs none"),
+    "--dropout": (0.1, "P_drop"),
     "--vocab-size": (36, "ids, with pad 0, bos 1 and eos 2"),
     "--min-len": (1, "ids in the shortest sequence"),
     "--max-len": (20, "ids in the longest"),

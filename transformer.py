@@ -223,8 +223,8 @@ class FeedForward(nn.Module):
 
 def positional_encoding(positions: Tensor, d_model: int) -> Tensor:
     """(T,) -> (T, d_model) float32: sin(pos / 10000^(2i / d_model)) at 2i, the cosine at 2i + 1. 3.5"""
-    even = torch.arange(0, d_model, 2, device=positions.device)
-    angles = positions[..., None].float() * torch.exp(even.float() * (-math.log(10000.0) / d_model))
+    rates = torch.tensor([10000 ** (-i / d_model) for i in range(0, d_model, 2)], dtype=torch.float32)
+    angles = positions[..., None].float() * rates.to(positions.device)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
 
