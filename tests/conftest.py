@@ -1,0 +1,34 @@
+"""Graphs are exported once for all tests."""
+
+import contextlib
+import io
+import os
+
+import pytest
+import torch
+from helpers import small_model
+
+import export_onnx
+from transformer import save_checkpoint
+
+if os.environ.get("REQUIRE_CUDA"):
+    assert torch.cuda.is_available(), "REQUIRE_CUDA is set, but torch finds no CUDA"
+
+
+def export(checkpoint, out, *options) -> tuple[int, str]:
+    """Run export_onnx.py: -> exit status, what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = export_onnx.main([str(checkpoint), "--out", str(out), *options])
+    return status, printed.getvalue()
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """(folder of the graphs, checkpoint, model, report): random weights, unusual special ids."""
+    folder = tmp_path_factory.mktemp("exported")
+    model = small_model(1, spread=1.2, vocab_size=29, pad_id=3, bos_id=5, eos_id=4)
+    save_checkpoint(folder / "model.pt", model)
+    status, report = export(folder / "model.pt", folder / "onnx")
+    assert status == 0
+    return folder / "onnx", folder / "model.pt", model, report
