@@ -82,7 +82,7 @@ def pad(sources: list[list[int]] | np.ndarray, facts: dict[str, str]) -> np.ndar
     """Lists of ids, or rows of them -> (B, S) int64, padded on the right. ValueError names a bad id."""
     n_ids = int(facts["src_vocab_size"])
     if len(sources) == 0 or not all(map(len, sources)):
-        raise ValueError("a source is empty: it must hold at least one id")
+        raise ValueError("no source, or an empty one: give ids as arguments or on standard input")
     for token in (token for source in sources for token in source):
         if not isinstance(token, (int, np.integer)) or not 0 <= token < n_ids:
             raise ValueError(f"id {token!r} must be an integer in the vocabulary, 0 to {n_ids - 1}")
@@ -148,8 +148,6 @@ def check(sessions: tuple, checkpoint: str, src: np.ndarray, tokens: np.ndarray,
 def read_sources(arguments: list[str]) -> list[list[int]]:
     """One source of the arguments, or one a line of standard input. ValueError names the line."""
     lines = [" ".join(arguments)] if arguments else sys.stdin.read().splitlines()
-    if not lines:
-        raise ValueError("no source: give ids as arguments, or one source a line on standard input")
     sources = []
     for number, line in enumerate(lines, start=1):
         try:
