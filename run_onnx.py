@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         tokens = greedy(sessions, src, max_len)
         for row in tokens:
             print(*(token for token in row if token != int(facts["pad_id"])))
-        print(f"{len(src)} sources, greedy search on {sessions[1].get_providers()[0]}", file=sys.stderr)
+        print(f"batch of {len(src)}, greedy search on {sessions[1].get_providers()[0]}", file=sys.stderr)
         if options.time:
             runs = timeit.repeat(lambda: greedy(sessions, src, max_len), number=1, repeat=3 + options.time)[
                 3:

@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"  average of the last {len(checkpoints):2} checkpoints  {exact:8.2%}")
     verdict, rule = ("PASSED", "at least") if exact >= PROMISE else ("FAILED", "less than")
     print(f"{verdict}: {exact:.2%} is {rule} {PROMISE:.1%}, after {time.perf_counter() - started:.0f} s")
-    print(f"wrote {options.out}; next: python examples/plots.py {options.out}")
+    print(f"wrote {options.out}; next: python export_onnx.py {options.out}")
     return 0 if exact >= PROMISE else 1
 
 

@@ -114,7 +114,7 @@ def test_neither_torch_nor_onnx_is_needed(exported, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "1 sources, greedy search on CPUExecutionProvider\n"
+    assert done.stderr == "batch of 1, greedy search on CPUExecutionProvider\n"
 
 
 # The command line
