@@ -2,17 +2,12 @@
 
 import contextlib
 import io
-import os
 
 import pytest
-import torch
 from helpers import small_model
 
 import export_onnx
 from transformer import save_checkpoint
-
-if os.environ.get("REQUIRE_CUDA"):
-    assert torch.cuda.is_available(), "REQUIRE_CUDA is set, but torch finds no CUDA"
 
 
 def export(checkpoint, out, *options) -> tuple[int, str]:

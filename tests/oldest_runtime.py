@@ -2,8 +2,8 @@
 
 usage: python tests/oldest_runtime.py CHECKPOINT [VERSION ...]
 
-Exports the checkpoint, lets PyTorch answer at every shape of the proof, then lets each release (1.15.0, the first
-for Python 3.11, if none is named) do so in an environment of its own, and prints the largest difference.
+Exports the checkpoint, lets PyTorch answer at every shape of the proof, then lets each release (1.15.0, the
+first for Python 3.11, if none is named) do so in an environment of its own; prints the largest difference.
 """
 
 import subprocess

@@ -105,12 +105,10 @@ def test_an_untied_model_and_other_sizes_export(tmp_path):
         transformer.TransformerConfig(17, 23, d_model=24, n_heads=3, n_layers=1, d_ff=8, tie_embeddings=False)
     )
     save_checkpoint(tmp_path / "model.pt", model)
-    assert export(tmp_path / "model.pt", tmp_path / "onnx")[0] == 0
-    assert sorted(file.name for file in (tmp_path / "onnx").iterdir()) == [
-        "decoder.onnx",
-        "encoder.onnx",
-        "forward.onnx",
-    ]
+    assert export(tmp_path / "model.pt", tmp_path, "--graphs", "decoder")[0] == 0
+    decoder = session(tmp_path / "decoder.onnx")
+    assert decoder.get_outputs()[0].shape == ["batch", "new_len", 23]
+    assert decoder.get_inputs()[2].shape == ["batch", 3, "src_len", 8]
 
 
 # Numbers
@@ -144,9 +142,9 @@ def test_the_proof_covers_what_was_never_traced():
 
 
 def test_half_precision_is_proved_in_half_precision(exported, tmp_path):
-    status, _ = export(exported[1], tmp_path / "onnx", "--dtype", "float16")
-    assert status == 0
-    for kind in KINDS:
+    options = ["--dtype", "float16", "--graphs", "encoder", "decoder"]
+    assert export(exported[1], tmp_path / "onnx", *options)[0] == 0
+    for kind in ("encoder", "decoder"):
         path = tmp_path / "onnx" / f"{kind}.onnx"
         assert path.stat().st_size < 0.75 * (exported[0] / f"{kind}.onnx").stat().st_size
         assert session(path).get_outputs()[0].type == "tensor(float16)"
@@ -218,6 +216,18 @@ def test_a_wrong_shape_is_noticed(encoder_graph, tmp_path):
         prove(other, model, tmp_path / "encoder.onnx")
 
 
+def test_a_graph_that_a_runtime_refuses_is_a_failed_proof(tmp_path, monkeypatch, capsys):
+    save_checkpoint(tmp_path / "model.pt", small_model())
+
+    def refuses(*args, **kwargs):
+        raise ort.capi.onnxruntime_pybind11_state.RuntimeException("Non-zero status\ncode returned")
+
+    monkeypatch.setattr(export_onnx, "prove", refuses)
+    assert export(tmp_path / "model.pt", tmp_path / "onnx", "--graphs", "encoder")[0] == 1
+    assert "encoder.onnx is not published: Non-zero status code returned" in capsys.readouterr().err
+    assert not list((tmp_path / "onnx").iterdir())
+
+
 def test_the_exporters_error_is_one_line(tmp_path, monkeypatch, capsys):
     save_checkpoint(tmp_path / "model.pt", small_model())
 
@@ -245,7 +255,7 @@ def test_progress_and_noise(exported, capfd, tmp_path):
     assert status == 0 and captured.out == ""
     assert captured.err.splitlines() == [
         "encoder: tracing",
-        "encoder: proving at 11 shapes, 2 levels of optimisation",
+        "encoder: proving at 11 shapes, optimised and not",
     ]
     assert re.search(r"encoder .*encoder\.onnx .* MB +\d+ nodes +\d\.\de-0\d\n +MatMul \d+, ", report)
 
@@ -310,6 +320,20 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
         export_onnx.main([str(tmp_path / "model.pt"), "--out", str(tmp_path / "onnx"), "--graphs", "encoder"])
     assert caught.value.code == 2 and "No space left" in capsys.readouterr().err
     assert not list((tmp_path / "onnx").iterdir())
+
+
+def test_more_than_2_gb_goes_into_a_second_file(exported, tmp_path, monkeypatch):
+    """With the limit lowered: both files are published, and run from another folder."""
+    monkeypatch.setattr(export_onnx, "LARGEST", 1000)
+    assert export(exported[1], tmp_path / "onnx", "--graphs", "forward")[0] == 0
+    (tmp_path / "onnx").rename(tmp_path / "moved")
+    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == [
+        "forward.onnx",
+        "forward.onnx.data",
+    ]
+    inputs = {"src": np.ones((1, 2), dtype=np.int64), "tgt": np.ones((1, 3), dtype=np.int64)}
+    expected = session(exported[0] / "forward.onnx").run(None, inputs)[0]
+    np.testing.assert_array_equal(session(tmp_path / "moved" / "forward.onnx").run(None, inputs)[0], expected)
 
 
 @pytest.mark.slow
