@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint plots clean
+.PHONY: demo test slow lint plots clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -16,6 +16,9 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest tests
+
+slow: .venv/installed  # base size, and code that torch.compile generates: some minutes, 3 GB
+	$(BIN)/python -m pytest tests -m slow
 
 lint: .venv/installed
 	$(BIN)/ruff check .
