@@ -322,7 +322,8 @@ def prove_search(model: Transformer, folder: Path, rounding: float) -> None:
 def export(model: Transformer, out: Path, names: list[str], facts: dict[str, str]) -> list[str]:
     """Trace, check, prove, publish into out; all of the graphs or none. -> a line of the report for each."""
     was_training, report, rounding = model.training, [], 0.0
-    progress = tqdm(total=2 * len(names) + 1, unit="", disable=not sys.stderr.isatty(), leave=False)
+    n_parts = 2 * len(names) + ({"encoder", "decoder"} <= set(names))
+    progress = tqdm(total=n_parts, unit="", disable=not sys.stderr.isatty(), leave=False)
 
     def say(what: str) -> None:
         progress.set_description(what)
