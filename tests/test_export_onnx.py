@@ -159,11 +159,6 @@ def test_a_model_in_training_is_exported_without_dropout_and_stays_in_training(t
     assert model.training and model.encoder[0].dropout.training and "Dropout" not in "".join(report)
 
 
-def test_twice_the_same_bytes(exported, tmp_path):
-    assert export(exported[1], tmp_path, "--graphs", "encoder")[0] == 0
-    assert (tmp_path / "encoder.onnx").read_bytes() == (exported[0] / "encoder.onnx").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def encoder_graph():
     model = small_model(1)
@@ -171,9 +166,16 @@ def encoder_graph():
     return model, graph, trace(graph, model)
 
 
-def test_a_graph_that_differs_is_not_published(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def traced(encoder_graph, tmp_path, monkeypatch):
+    """A checkpoint whose encoder need not be traced again."""
+    save_checkpoint(tmp_path / "model.pt", encoder_graph[0])
+    monkeypatch.setattr(export_onnx, "trace", lambda graph, model: encoder_graph[2])
+    return tmp_path / "model.pt"
+
+
+def test_a_graph_that_differs_is_not_published(traced, tmp_path, monkeypatch, capsys):
     """Weights are changed between saving and proof: what is in the file is no longer the model."""
-    save_checkpoint(tmp_path / "model.pt", small_model(1))
     real, out = export_onnx.prove, tmp_path / "onnx"
     out.mkdir()
     (out / "encoder.onnx").write_bytes(b"of yesterday")
@@ -184,7 +186,7 @@ def test_a_graph_that_differs_is_not_published(tmp_path, monkeypatch, capsys):
         return real(graph, model, path)
 
     monkeypatch.setattr(export_onnx, "prove", change_then_prove)
-    assert export(tmp_path / "model.pt", out, "--graphs", "encoder")[0] == 1
+    assert export(traced, out, "--graphs", "encoder")[0] == 1
     error = capsys.readouterr().err
     assert "encoder.onnx is not published: differs from PyTorch by" in error and "1.0e-04 is allowed" in error
     assert [file.name for file in out.iterdir()] == ["encoder.onnx"]
@@ -216,14 +218,13 @@ def test_a_wrong_shape_is_noticed(encoder_graph, tmp_path):
         prove(other, model, tmp_path / "encoder.onnx")
 
 
-def test_a_graph_that_a_runtime_refuses_is_a_failed_proof(tmp_path, monkeypatch, capsys):
-    save_checkpoint(tmp_path / "model.pt", small_model())
+def test_a_graph_that_a_runtime_refuses_is_a_failed_proof(traced, tmp_path, monkeypatch, capsys):
 
     def refuses(*args, **kwargs):
         raise ort.capi.onnxruntime_pybind11_state.RuntimeException("Non-zero status\ncode returned")
 
     monkeypatch.setattr(export_onnx, "prove", refuses)
-    assert export(tmp_path / "model.pt", tmp_path / "onnx", "--graphs", "encoder")[0] == 1
+    assert export(traced, tmp_path / "onnx", "--graphs", "encoder")[0] == 1
     assert "encoder.onnx is not published: Non-zero status code returned" in capsys.readouterr().err
     assert not list((tmp_path / "onnx").iterdir())
 
@@ -249,7 +250,7 @@ def test_the_search_is_proved_too(exported, monkeypatch):
         export_onnx.prove_search(model, folder, 0.0)
 
 
-def test_progress_and_noise(exported, capfd, tmp_path):
+def test_a_second_export_is_quiet_and_gives_the_same_bytes(exported, capfd, tmp_path):
     status, report = export(exported[1], tmp_path, "--graphs", "encoder")
     captured = capfd.readouterr()
     assert status == 0 and captured.out == ""
@@ -258,6 +259,7 @@ def test_progress_and_noise(exported, capfd, tmp_path):
         "encoder: proving at 11 shapes, optimised and not",
     ]
     assert re.search(r"encoder .*encoder\.onnx .* MB +\d+ nodes +\d\.\de-0\d\n +MatMul \d+, ", report)
+    assert (tmp_path / "encoder.onnx").read_bytes() == (exported[0] / "encoder.onnx").read_bytes()
 
 
 # Bad input
@@ -293,8 +295,7 @@ def test_a_missing_package_is_said_before_any_work(monkeypatch, capsys):
     assert caught.value.code == 2 and "pip install onnxscript" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
-    save_checkpoint(tmp_path / "model.pt", small_model())
+def test_a_full_disk_leaves_nothing_behind(traced, tmp_path, monkeypatch, capsys):
     real = builtins.open
 
     class Full:
@@ -317,7 +318,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(builtins, "open", full)
     with pytest.raises(SystemExit) as caught:
-        export_onnx.main([str(tmp_path / "model.pt"), "--out", str(tmp_path / "onnx"), "--graphs", "encoder"])
+        export_onnx.main([str(traced), "--out", str(tmp_path / "onnx"), "--graphs", "encoder"])
     assert caught.value.code == 2 and "No space left" in capsys.readouterr().err
     assert not list((tmp_path / "onnx").iterdir())
 
@@ -325,15 +326,15 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
 def test_more_than_2_gb_goes_into_a_second_file(exported, tmp_path, monkeypatch):
     """With the limit lowered: both files are published, and run from another folder."""
     monkeypatch.setattr(export_onnx, "LARGEST", 1000)
-    assert export(exported[1], tmp_path / "onnx", "--graphs", "forward")[0] == 0
+    assert export(exported[1], tmp_path / "onnx", "--graphs", "encoder")[0] == 0
     (tmp_path / "onnx").rename(tmp_path / "moved")
     assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == [
-        "forward.onnx",
-        "forward.onnx.data",
+        "encoder.onnx",
+        "encoder.onnx.data",
     ]
-    inputs = {"src": np.ones((1, 2), dtype=np.int64), "tgt": np.ones((1, 3), dtype=np.int64)}
-    expected = session(exported[0] / "forward.onnx").run(None, inputs)[0]
-    np.testing.assert_array_equal(session(tmp_path / "moved" / "forward.onnx").run(None, inputs)[0], expected)
+    inputs = {"src": np.ones((1, 2), dtype=np.int64)}
+    expected = session(exported[0] / "encoder.onnx").run(None, inputs)[0]
+    np.testing.assert_array_equal(session(tmp_path / "moved" / "encoder.onnx").run(None, inputs)[0], expected)
 
 
 @pytest.mark.slow
