@@ -322,8 +322,8 @@ def prove_search(model: Transformer, folder: Path, rounding: float) -> None:
 def export(model: Transformer, out: Path, names: list[str], facts: dict[str, str]) -> list[str]:
     """Trace, check, prove, publish into out; all of the graphs or none. -> a line of the report for each."""
     was_training, report, rounding = model.training, [], 0.0
-    n_parts = 2 * len(names) + ({"encoder", "decoder"} <= set(names))
-    progress = tqdm(total=n_parts, unit="", disable=not sys.stderr.isatty(), leave=False)
+    can_search = {"encoder", "decoder"} <= set(names)
+    progress = tqdm(total=2 * len(names) + can_search, unit="", disable=not sys.stderr.isatty(), leave=False)
 
     def say(what: str) -> None:
         progress.set_description(what)
@@ -353,7 +353,7 @@ def export(model: Transformer, out: Path, names: list[str], facts: dict[str, str
                 f"{name:8} {out / path.name!s:24} {size:8.2f} MB {n_ops.total():5} nodes {worst:10.1e}"
             )
             report.append("         " + ", ".join(f"{op} {n}" for op, n in n_ops.most_common()))
-        if {"encoder", "decoder"} <= set(names):
+        if can_search:
             say(f"encoder and decoder: greedy search of {N_SEARCHED} sources")
             prove_search(model, folder, rounding)
             report.append(f"encoder, decoder step by step: greedy_search's tokens on {N_SEARCHED} sources")
@@ -385,14 +385,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--graphs", nargs="+", choices=names, default=names, help="which (default: all)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="default: float32")
     options = parser.parse_args(argv)
-    needed = {
-        "onnx": "onnx",
-        "onnxscript": "onnxscript",
-        "onnxruntime": "onnxruntime",
-        "numpy": "numpy",
-        "tqdm": "tqdm",
-    }
-    if missing := [package for module, package in needed.items() if importlib.util.find_spec(module) is None]:
+    needed = ("onnx", "onnxscript", "onnxruntime", "numpy", "tqdm")
+    if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
         parser.error(f"not installed: {', '.join(missing)}. Try: pip install {' '.join(missing)}")
     try:
         model = load_checkpoint(options.checkpoint).to(getattr(torch, options.dtype))

@@ -92,13 +92,13 @@ def pad(sources: list[list[int]] | np.ndarray, facts: dict[str, str]) -> np.ndar
     return src
 
 
-def bind_and_run(session: Session, feeds: dict) -> dict[str, ort.OrtValue]:
-    """Run on values that stay on the session's device: {name: array or OrtValue} -> {name: OrtValue}."""
+def bind_and_run(session: Session, values: dict) -> dict[str, ort.OrtValue]:
+    """Run on those values, {name: array or OrtValue}, that are its inputs -> outputs, kept on the device."""
     device = "cuda" if session.get_providers()[0] == PROVIDERS["cuda"] else "cpu"
     binding = session.io_binding()
-    for name, value in feeds.items():
-        bind = binding.bind_ortvalue_input if isinstance(value, ort.OrtValue) else binding.bind_cpu_input
-        bind(name, value)
+    for name in (feed.name for feed in session.get_inputs()):
+        is_bound = isinstance(values[name], ort.OrtValue)
+        (binding.bind_ortvalue_input if is_bound else binding.bind_cpu_input)(name, values[name])
     for output in session.get_outputs():
         binding.bind_output(output.name, "cpu" if output.name == "logits" else device)
     session.run_with_iobinding(binding)
@@ -111,14 +111,15 @@ def greedy(sessions: tuple | str | Path, sources: list[list[int]] | np.ndarray, 
     The recipe for any language: every output feeds the input of the same name, present_* feeds past_*.
     """
     encoder, decoder = sessions if isinstance(sessions, tuple) else load_pair(sessions)
-    facts, src = metadata(decoder), pad(sources, metadata(decoder))
+    facts = metadata(decoder)
+    src = pad(sources, facts)
     if max_len < 1:
         raise ValueError(f"max_len is {max_len}, but must be at least 1")
     values = {"src": src, **bind_and_run(encoder, {"src": src})}
     tokens = np.full((len(src), 1), int(facts["bos_id"]), dtype=np.int64)
     while tokens.shape[1] <= max_len and not (ended := (tokens == int(facts["eos_id"])).any(axis=1)).all():
         values["tgt"] = np.ascontiguousarray(tokens[:, -1:])
-        outputs = bind_and_run(decoder, {feed.name: values[feed.name] for feed in decoder.get_inputs()})
+        outputs = bind_and_run(decoder, values)
         token = outputs.pop("logits").numpy()[:, -1].argmax(axis=-1)
         tokens = np.concatenate((tokens, np.where(ended, int(facts["pad_id"]), token)[:, None]), axis=1)
         values |= {name.replace("present_", "past_"): value for name, value in outputs.items()}
@@ -136,9 +137,9 @@ def check(sessions: tuple, checkpoint: str, src: np.ndarray, tokens: np.ndarray,
     expected = greedy_search(model, torch_src, max_len).numpy()
     tgt = np.insert(expected[:, :-1], 0, model.config.bos_id, axis=1)
     values = {"src": src, "tgt": tgt, **bind_and_run(sessions[0], {"src": src})}
-    outputs = bind_and_run(sessions[1], {feed.name: values[feed.name] for feed in sessions[1].get_inputs()})
+    logits = bind_and_run(sessions[1], values)["logits"].numpy()
     with torch.no_grad():
-        difference = np.abs(outputs["logits"].numpy() - model(torch_src, torch.from_numpy(tgt)).numpy()).max()
+        difference = np.abs(logits - model(torch_src, torch.from_numpy(tgt)).numpy()).max()
     same = np.array_equal(tokens, expected)
     verdict = "are equal to" if same else "DIFFER from"
     print(f"check: tokens {verdict} PyTorch's; {dtype} logits differ by {difference:.1e} at most")
@@ -184,12 +185,11 @@ def main(argv: list[str] | None = None) -> int:
             print(*(token for token in row if token != int(facts["pad_id"])))
         print(f"batch of {len(src)}, greedy search on {sessions[1].get_providers()[0]}", file=sys.stderr)
         if options.time:
-            runs = timeit.repeat(lambda: greedy(sessions, src, max_len), number=1, repeat=3 + options.time)[
-                3:
-            ]
+            runs = timeit.repeat(lambda: greedy(sessions, src, max_len), number=1, repeat=3 + options.time)
+            median = np.median(runs[3:])
             what = f"batch {len(src)}: encoder, {tokens.shape[1]} steps, copies to and from the device"
-            rate = tokens.size / np.median(runs)
-            print(f"time: {np.median(runs):.4f} s, {rate:.0f} tokens/s; {options.time} runs after 3, {what}")
+            speed = f"{median:.4f} s, {tokens.size / median:.0f} tokens/s"
+            print(f"time: {speed}; {options.time} runs after 3, {what}")
         return 0 if not options.check or check(sessions, options.check, src, tokens, max_len) else 1
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -60,9 +60,7 @@ def test_several_new_ids_after_any_past_equal_forward(exported):
         logits, start = [], 0
         for n_new in chunks:
             values["tgt"] = np.ascontiguousarray(tgt[:, start : start + n_new])
-            outputs = run_onnx.bind_and_run(
-                decoder, {feed.name: values[feed.name] for feed in decoder.get_inputs()}
-            )
+            outputs = run_onnx.bind_and_run(decoder, values)
             logits.append(outputs.pop("logits").numpy())
             values |= {name.replace("present_", "past_"): value for name, value in outputs.items()}
             start += n_new
