@@ -26,6 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from transformer import State, Transformer, beam_search, greedy_search, load_checkpoint, padding_mask, require
+from transformer import (
+    State,
+    Transformer,
+    TransformerConfig,
+    beam_search,
+    greedy_search,
+    load_checkpoint,
+    padding_mask,
+    require,
+)
 
 with suppress(ImportError):  # main says what is missing, and how to get it
     import numpy as np
@@ -60,8 +70,8 @@ PROVED = (  # likewise; none of these was traced
     (1, 1, 1, 0), (1, 2, 2, 1), (2, 7, 1, 0), (2, 7, 5, 2), (3, 5, 8, 7), (3, 8, 4, 0), (8, 3, 1, 11),
     (8, 13, 6, 1), (1, 64, 512, 0), (2, 512, 1, 64), (1, 512, 3, 509),
 )  # fmt: skip
-SEARCHED = tuple(  # batch, src_len, max_len: 240 sources
-    (batch, 1 + 2 * n, (1, 2, 64)[n % 3]) for n in range(12) for batch in (1, 3, 16)
+SEARCHED = tuple(  # batch, src_len, max_len, 0: 240 sources
+    (batch, 1 + 2 * n, (1, 2, 64)[n % 3], 0) for n in range(12) for batch in (1, 3, 16)
 )
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "int8": 0.1}  # absolute; relative to the largest where rounded
 LARGEST = 2**31 - 2**20  # bytes of weights in one file; protobuf ends at 2 GB
@@ -99,7 +109,9 @@ class Matrix(nn.Module):
             columns = columns.permute(1, 2, 0)
             if scale is None:
                 return columns
-            return columns.float() * symbolic("Gather", (scale, x), dtype=scale.dtype, shape=x.shape)[..., None]
+            return (
+                columns.float() * symbolic("Gather", (scale, x), dtype=scale.dtype, shape=x.shape)[..., None]
+            )
         if scale is None:
             product = x @ matrix
         else:
@@ -174,7 +186,11 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
         return {name: ("batch", heads, length, d_k) for name in names}
 
     src, search = {"src": ("batch", "src_len")}, {"src": ("batch", "src_len"), "max_len": ()}
-    cross, past, present = caches("cross", "src_len"), caches("past", "past_len"), caches("present", "total_len")
+    cross, past, present = (
+        caches("cross", "src_len"),
+        caches("past", "past_len"),
+        caches("present", "total_len"),
+    )
     tgt, new = {"tgt": ("batch", "tgt_len")}, {"tgt": ("batch", "new_len")}
     beams = {"tokens": ("batch", beam_size, "tgt_len"), "scores": ("batch", beam_size)}
     return {
@@ -183,7 +199,11 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
         "decoder": Graph(
             Decoder(model), new | src | cross | past, {"logits": ("batch", "new_len", n_ids)} | present
         ),
-        "greedy": Graph(lambda src, max_len: greedy_search(model, src, int(max_len)), search, {"tokens": ("batch", "tgt_len")}),
+        "greedy": Graph(
+            lambda src, max_len: greedy_search(model, src, int(max_len)),
+            search,
+            {"tokens": ("batch", "tgt_len")},
+        ),
         "beam": Graph(lambda src, n: beam_search(model, src, int(n), beam_size, alpha), search, beams),
     }
 
@@ -227,7 +247,9 @@ def quiet() -> Iterator[None]:
 
 def trace(kind: str, graph: Graph, model: Transformer) -> "onnx_ir.Model":
     """The graph as ONNX, its weights named as in the model. Failed says why it can't be had."""
-    axes = [{i: axis for i, axis in enumerate(axes) if isinstance(axis, str)} for axes in graph.inputs.values()]
+    axes = [
+        {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)} for axes in graph.inputs.values()
+    ]
     n_ids = sum(len(axes) == 2 for axes in graph.inputs.values())
     caches = [tuple(axes[n_ids:])] if len(axes) > n_ids else []  # *caches is one argument
     dtype = model.encoder[0].norm_self.weight.dtype
@@ -347,35 +369,266 @@ def beam(op, src, max_len, encoder, decoder, config, beam_size, alpha) -> list["
     done, sums = op.Split(scores, axis=1, num_outputs=2, _outputs=2)
     unended = op.Where(op.Greater(sums, LOWEST), op.Div(sums, penalty(op, op.Shape(ids, start=2))), LOWEST)
     scores = op.Concat(done, unended, axis=1)
-    _, place = op.TopK(op.Cast(op.Greater(scores, LOWEST), to=FLOAT), [beam_size], _outputs=2)  # empty ones last
+    _, place = op.TopK(
+        op.Cast(op.Greater(scores, LOWEST), to=FLOAT), [beam_size], _outputs=2
+    )  # empty ones last
     scores = op.GatherElements(scores, place, axis=1)
     tokens = op.Gather(op.Flatten(ids, axis=2), op.Add(op.Mul(row, 2 * beam_size), place))
     return [op.Where(op.Equal(op.Unsqueeze(scores, [2]), LOWEST), config.pad_id, tokens), scores]
 
 
-def build(model: Transformer, names: list[str], int8: bool, beam_size: int, alpha: float) -> Iterator[tuple]:
-    """-> name, ONNX graph, for each of names; what is traced for one serves the next."""
-    model, config = stored(model, int8), model.config
-    table, traced = graphs(model, beam_size, alpha), {}
-
-    def part(name: str) -> "onnx_ir.Model":
-        return traced[name] if name in traced else traced.setdefault(name, trace(name, table[name], model))
-
-    for name in names:
-        inputs = [onnx_ir.val(key, INT64, axes) for key, axes in table[name].inputs.items()]
-        graph = onnx_ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name=name)
-        op = GraphBuilder(graph).op
-        if name == "greedy":
-            outputs = greedy(op, *inputs, part("encoder"), part("decoder"), config)
-        elif name == "beam":
-            outputs = beam(op, *inputs, part("encoder"), part("decoder"), config, beam_size, alpha)
-        else:
-            graph = part(name).graph.clone()
-            outputs = []
-        for value, (key, axes) in zip(outputs, table[name].outputs.items(), strict=bool(outputs)):
+def build(
+    name: str, graph: Graph, part: Callable, config: TransformerConfig, *beams: float
+) -> "onnx_ir.Model":
+    """The graph of this name, of parts by name that are traced; nothing of this machine is left in it."""
+    inputs = [onnx_ir.val(key, INT64, axes) for key, axes in graph.inputs.items()]
+    built = onnx_ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name=name)
+    op, search = GraphBuilder(built).op, dict(greedy=greedy, beam=beam).get(name)
+    if search is None:
+        built = part(name).graph.clone()
+    else:
+        options = beams if name == "beam" else ()
+        outputs = search(op, *inputs, part("encoder"), part("decoder"), config, *options)
+        for value, (key, axes) in zip(outputs, graph.outputs.items(), strict=True):
             value.name, value.shape = key, onnx_ir.Shape(axes)
-            graph.outputs.append(value)
-        onnx_model = onnx_ir.Model(graph, ir_version=IR_VERSION)
-        for tidy in (CommonSubexpressionEliminationPass(), RemoveUnusedNodesPass(), NameFixPass(), ClearMetadataAndDocStringPass()):
-            tidy(onnx_model)
-        yield name, onnx_model
+            built.outputs.append(value)
+    onnx_model = onnx_ir.Model(built, ir_version=IR_VERSION)
+    tidy = onnx_ir.passes.Sequential(
+        CommonSubexpressionEliminationPass(),
+        RemoveUnusedNodesPass(),
+        NameFixPass(),
+        ClearMetadataAndDocStringPass(),
+    )
+    return tidy(onnx_model).model
+
+
+# Contract, proof, publication
+
+
+def keeps_contract(graph: Graph, onnx_model: "onnx_ir.Model", model: Transformer) -> None:
+    """Failed unless names, axes and operators are as promised, and each weight is there once."""
+    for kind, promised in (("inputs", graph.inputs), ("outputs", graph.outputs)):
+        found = {
+            value.name: tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+            for value in getattr(onnx_model.graph, kind)
+        }
+        if list(found.items()) != list(promised.items()):
+            raise Failed(f"{kind} are {found}, but must be {promised}")
+    nodes = list(onnx_model.graph.all_nodes())
+    if {node.domain for node in nodes} != {""} or onnx_model.opset_imports != {"": OPSET}:
+        raise Failed(f"opsets are {onnx_model.opset_imports}, but must be the standard one, {OPSET}, alone")
+    if refused := REFUSED & {node.op_type for node in nodes}:
+        raise Failed(f"operators {sorted(refused)} are there, but must not be: some runtime lacks them")
+    weights = [value.const_value for value in onnx_model.graph.initializers.values()]
+    n_stored = sum(weight.size for weight in weights if len(weight.shape) > 1)
+    n_unique = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    if n_stored > n_unique + 1000:
+        raise Failed(f"matrices of {n_stored:,} numbers are stored for {n_unique:,}: a weight is there twice")
+
+
+def runner(path: Path, level: "ort.GraphOptimizationLevel") -> Callable:
+    """{name: array} -> [array] on ONNX Runtime's CPU, optimised to this level."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level, options.log_severity_level = level, 4
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda feeds: session.run(None, feeds)
+
+
+def prove(graph: Graph, model: Transformer, dtype: str, runners: list[Callable]) -> tuple[float, float]:
+    """-> the largest difference from PyTorch in float32, the share of sources whose tokens are the same.
+
+    float32: Failed above 1e-4, or where tokens differ and equal scores (to 1e-5) don't show that they tie.
+    float16 and int8 round: a share of the largest value is allowed, and tokens may differ.
+    """
+    largest, same, searches = 0.0, [], "max_len" in graph.inputs
+    for seed, sizes in enumerate(SEARCHED if searches else PROVED):
+        inputs = example(graph, model, sizes, seed)
+        feeds = {name: x.numpy() for name, x in zip(graph.inputs, inputs, strict=True)}
+        if dtype == "float16":
+            feeds = {name: x.astype(np.float16) if x.dtype == np.float32 else x for name, x in feeds.items()}
+        with torch.no_grad():
+            expected = graph.reference(*inputs)
+        expected = [x.numpy() for x in ([expected] if isinstance(expected, Tensor) else expected)]
+        for run in runners:
+            outputs, rows = run(feeds), np.full(sizes[0], True)
+            if searches:
+                rows = same_rows(outputs[0], expected[0], model.config.pad_id)
+                same.extend(rows)
+                ties = (
+                    difference(outputs[-1][~rows], expected[-1][~rows]) <= 1e-5
+                    if len(outputs) > 1
+                    else rows.all()
+                )
+                if dtype == "float32" and not ties:
+                    raise Failed(
+                        f"other tokens than PyTorch's: {sizes}, source {inputs[0][~rows][0].tolist()}"
+                    )
+            for name, output, wanted in zip(graph.outputs, outputs, expected, strict=True):
+                if output.dtype.kind == "i":
+                    continue
+                if output.shape != wanted.shape:
+                    raise Failed(f"{name} is {output.shape}, not {wanted.shape}: {sizes}")
+                gap = difference(output[rows], wanted[rows])
+                scale = 1.0 if dtype == "float32" else np.abs(wanted, where=wanted > LOWEST).max(initial=1.0)
+                largest = max(largest, gap)
+                if gap > TOLERANCE[dtype] * scale:
+                    allowed = TOLERANCE[dtype] * scale
+                    raise Failed(
+                        f"{name} differs from PyTorch by {gap:.1e}, but {allowed:.1e} is allowed: {sizes}"
+                    )
+    return largest, float(np.mean(same)) if same else 1.0
+
+
+def same_rows(tokens: "np.ndarray", expected: "np.ndarray", pad_id: int) -> "np.ndarray":
+    """2 x (B, ..., T) -> (B,): whether the answers are the same, whatever padding follows."""
+    longest = max(tokens.shape[-1], expected.shape[-1])
+    both = []
+    for ids in (tokens, expected):
+        widths = [(0, 0)] * (ids.ndim - 1) + [(0, longest - ids.shape[-1])]
+        both.append(np.pad(ids, widths, constant_values=pad_id).reshape(len(ids), -1))
+    return (both[0] == both[1]).all(axis=1)
+
+
+def difference(one: "np.ndarray", other: "np.ndarray") -> float:
+    """The largest absolute difference, computed in float64; infinite where either is not finite."""
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return float("inf")
+    return float(np.abs(one.astype(np.float64) - other).max(initial=0.0))
+
+
+def share(models: dict[str, "onnx_ir.Model"], weights: set[str], folder: Path) -> None:
+    """Put the weights of all graphs into one file beside them, named by its content: two exports never mix."""
+    initializers = [value for model in models.values() for value in model.graph.initializers.values()]
+    initializers = [value for value in initializers if value.name in weights]
+    tensors = {value.name: value.const_value for value in initializers}
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.tobytes())
+    name = f"weights-{digest.hexdigest()[:12]}.data"
+    external = onnx_ir.external_data.convert_tensors_to_external(list(tensors.values()), folder, name)
+    external = dict(zip(tensors, external, strict=True))
+    for value in initializers:
+        value.const_value = external[value.name]
+
+
+def export(
+    model: Transformer,
+    out: Path,
+    names: list[str],
+    facts: dict[str, str],
+    dtype: str = "float32",
+    beam_size: int = 4,
+    alpha: float = 0.6,
+    shared_weights: bool = False,
+) -> list[str]:
+    """Trace, check, prove, publish into out; all of the graphs or none. -> a line of the report for each."""
+    report, name, pair = [], names[0], {"encoder", "decoder"} <= set(names)
+    progress = tqdm(total=2 * len(names) + pair, unit="", disable=not sys.stderr.isatty(), leave=False)
+
+    def say(what: str) -> None:
+        progress.set_description(what)
+        progress.update()
+        if progress.disable:
+            print(what, file=sys.stderr, flush=True)
+
+    out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".unproved-", dir=out))
+    try:
+        model = copy.deepcopy(model).eval().to(torch.float16 if dtype == "float16" else torch.float32)
+        source = stored(model, dtype == "int8")
+        table, models = graphs(source, beam_size, alpha), {}
+        part = cache(lambda name: trace(name, table[name], source))
+        for name in names:
+            say(f"{name}: tracing")
+            models[name] = build(name, table[name], part, model.config, beam_size, alpha)
+            keeps_contract(table[name], models[name], model)
+            more = dict(beam_size=str(beam_size), alpha=str(alpha)) if name == "beam" else {}
+            models[name].metadata_props.update(facts | {"graph": name, "dtype": dtype} | more)
+        if shared_weights or max(map(n_bytes, models.values())) > LARGEST:
+            share(models, set(source.state_dict()), folder)
+        table = graphs(model.float(), beam_size, alpha)
+        for name, onnx_model in models.items():
+            path, n_ops = (
+                folder / f"{name}.onnx",
+                Counter(node.op_type for node in onnx_model.graph.all_nodes()),
+            )
+            onnx_ir.save(onnx_model, path)
+            say(f"{name}: proving, optimised and not")
+            onnx.checker.check_model(str(path), full_check=True)
+            levels = ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+            largest, same = prove(table[name], model, dtype, [runner(path, level) for level in levels])
+            size, told = path.stat().st_size / 1e6, f"{largest:10.1e} {same:7.2%}"
+            report.append(f"{name:8} {out / path.name!s:24} {size:8.2f} MB {n_ops.total():5} nodes {told}")
+            report.append("         " + ", ".join(f"{op} {n}" for op, n in n_ops.most_common()))
+        if pair:
+            say("encoder and decoder: proving greedy search, step by step")
+            sessions = run_onnx.load_pair(folder)
+            steps = lambda feeds: [run_onnx.greedy(sessions, feeds["src"], int(feeds["max_len"]))]  # noqa: E731
+            _, same = prove(table["greedy"], model, dtype, [steps])
+            report.append(
+                f"encoder and decoder, step by step: greedy_search's tokens for {same:.2%} of sources"
+            )
+        for file in folder.iterdir():
+            os.replace(file, out / file.name)
+    except OSError:  # a full disk, not a failed proof
+        raise
+    except Exception as error:  # of torch, onnx and onnxruntime too, which have no class in common
+        raise Failed(f"{name}.onnx is not published: {' '.join(str(error).split())[:400]}") from error
+    finally:
+        progress.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def n_bytes(onnx_model: "onnx_ir.Model") -> int:
+    """Of all weights and constants."""
+    return sum(value.const_value.nbytes for value in onnx_model.graph.initializers.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Export and prove. 0: all graphs are published; 1: one failed, so none is; 2: bad input."""
+    usage, examples = __doc__.split("examples:")
+    parser = argparse.ArgumentParser("export_onnx.py", argparse.SUPPRESS, usage, "examples:" + examples)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = ("forward", "encoder", "decoder", "greedy", "beam")
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", type=Path, help="from train_copy.py or save_checkpoint")
+    option("--out", type=Path, default=Path("onnx"), metavar="DIR", help="folder (default: onnx)")
+    option("--graphs", nargs="+", choices=names, default=names, help="which (default: all)")
+    option("--beam-size", type=int, default=4, metavar="N", help="of beam.onnx (default: 4)")
+    option("--alpha", type=float, default=0.6, metavar="A", help="its length penalty (default: 0.6)")
+    option("--dtype", choices=("float32", "float16"), default="float32", help="default: float32")
+    option(
+        "--int8", action="store_true", help="weights in 8 bits, a scale a column; activations as they come"
+    )
+    option("--shared-weights", action="store_true", help="one file of weights for all graphs")
+    options = parser.parse_args(argv)
+    needed = ("onnx", "onnxscript", "onnxruntime", "numpy", "tqdm")
+    if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
+        parser.error(f"not installed: {', '.join(missing)}. Try: pip install {' '.join(missing)}")
+    try:
+        require(options.beam_size >= 1, "--beam-size", options.beam_size, "at least 1")
+        require(0 <= options.alpha < math.inf, "--alpha", options.alpha, "finite, at least 0")
+        require(
+            not options.int8 or options.dtype == "float32", "--dtype", options.dtype, "float32 with --int8"
+        )
+        model = load_checkpoint(options.checkpoint)
+        facts = {field: str(value) for field, value in vars(model.config).items()}
+        facts |= dict(opset=str(OPSET), torch_version=torch.__version__)
+        facts["checkpoint_sha256"] = hashlib.sha256(options.checkpoint.read_bytes()).hexdigest()
+        dtype, names = "int8" if options.int8 else options.dtype, list(dict.fromkeys(options.graphs))
+        settings = dtype, options.beam_size, options.alpha, options.shared_weights
+        report = export(model, options.out, names, facts, *settings)
+    except Failed as error:
+        print(f"export_onnx.py: failed: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print("graph    file                         size        nodes    difference, equal tokens")
+    print("\n".join(report))
+    print(f"published; next: python run_onnx.py {options.out} 5 6 7 --check {options.checkpoint}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
