@@ -12,6 +12,8 @@ greedy.onnx and beam.onnx hold the whole search: ids in, ids out. forward.onnx i
 encoder.onnx and decoder.onnx are for a search of your own. docs/onnx.md says what goes in and comes out.
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import hashlib
@@ -51,18 +53,17 @@ with suppress(ImportError):  # main says what is missing, and how to get it
     import onnx
     import onnx_ir
     import onnxruntime as ort
+    from onnx_ir import DataType, Model, Value
     from onnx_ir.passes.common import (
         ClearMetadataAndDocStringPass,
         CommonSubexpressionEliminationPass,
         NameFixPass,
         RemoveUnusedNodesPass,
     )
-    from onnxscript import GraphBuilder
+    from onnxscript import GraphBuilder, OpBuilder
     from tqdm import tqdm
 
     import run_onnx
-
-    BOOL, FLOAT, INT64 = onnx_ir.DataType.BOOL, onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
 
 OPSET, IR_VERSION = 18, 8  # the first IR that knows this opset: the oldest runtimes load it
 REFUSED = {"Attention", "Dropout", "If", "IsNaN", "Scan", "SequenceEmpty", "SequenceInsert", "Trilu"}
@@ -168,7 +169,7 @@ Axes = tuple[str | int, ...]  # a name is a dynamic axis, a number a fixed one
 
 
 class Graph(NamedTuple):
-    """The contract of one file: what computes it in PyTorch, its inputs and outputs in order: {name: axes}."""
+    """The contract of one file: what it equals in PyTorch, its inputs and outputs in order: {name: axes}."""
 
     reference: Callable
     inputs: dict[str, Axes]
@@ -235,7 +236,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def trace(name: str, graph: Graph, model: Transformer) -> "onnx_ir.Model":
+def trace(name: str, graph: Graph, model: Transformer) -> Model:
     """The graph as ONNX; a weight is named as in the model, any other constant after the graph."""
     dynamic = [
         {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)} for axes in graph.inputs.values()
@@ -259,7 +260,7 @@ def trace(name: str, graph: Graph, model: Transformer) -> "onnx_ir.Model":
     return onnx_model
 
 
-def call(op: "OpBuilder", traced: "onnx_ir.Model", *inputs: "onnx_ir.Value") -> list["onnx_ir.Value"]:
+def call(op: OpBuilder, traced: Model, *inputs: Value) -> list[Value]:
     """The nodes of a traced graph, once more, where op builds; its weights go to the outermost graph."""
     graph, outermost = traced.graph.clone(), op.builder.root.graph
     for name, weight in list(graph.initializers.items()):
@@ -271,25 +272,26 @@ def call(op: "OpBuilder", traced: "onnx_ir.Model", *inputs: "onnx_ir.Value") -> 
     return op.call_inline(onnx_ir.Function("", graph.name, graph=graph, attributes=[]), *inputs)
 
 
-def loop(op: "OpBuilder", max_len: "onnx_ir.Value", body: Callable, *state: "onnx_ir.Value") -> list:
-    """Loop: body takes op, the number of the step and the state, and gives whether to go on and the next state."""
-    inputs = [onnx_ir.val("number", INT64, []), onnx_ir.val("going_on", BOOL, [])]
+def loop(op: OpBuilder, max_len: Value, body: Callable, *state: Value) -> list:
+    """Run body(op, number of the step, *state) -> whether to go on, *next state; at most max_len times."""
+    inputs = [onnx_ir.val("number", DataType.INT64, []), onnx_ir.val("going_on", DataType.BOOL, [])]
     inputs += [onnx_ir.val(f"state_{i}", value.dtype) for i, value in enumerate(state)]
     outputs = [onnx_ir.val(f"next_{i}", value.dtype) for i, value in enumerate(inputs[1:])]
     graph = op.builder.subgraph(lambda op, number, _, *state: body(op, number, *state), inputs, outputs)
     return op.Loop(max_len, True, *state, body=graph, _outputs=len(state))
 
 
-def greedy(op, src, max_len, encoder, decoder, config) -> list["onnx_ir.Value"]:
-    """greedy_search in ONNX operators."""
-    caches = call(op, encoder, src)
+def greedy(op: OpBuilder, inputs: list[Value], traced: Callable, config: TransformerConfig) -> list[Value]:
+    """greedy_search in ONNX operators: src, max_len -> tokens."""
+    src, max_len = inputs
+    caches = call(op, traced("encoder"), src)
     cross, past = caches[: len(caches) // 2], caches[len(caches) // 2 :]
 
     def step(op, number, tokens, ended, *past):
-        logits, *past = call(op, decoder, op.Slice(tokens, [-1], [END], [1]), src, *cross, *past)
+        logits, *past = call(op, traced("decoder"), op.Slice(tokens, [-1], [END], [1]), src, *cross, *past)
         token = op.Where(ended, config.pad_id, op.ArgMax(logits, axis=-1, keepdims=0))
         ended = op.Or(ended, op.Equal(token, config.eos_id))
-        goes_on = op.Equal(op.ReduceMin(op.Cast(ended, to=INT64), keepdims=0), 0)
+        goes_on = op.Equal(op.ReduceMin(op.Cast(ended, to=DataType.INT64), keepdims=0), 0)
         return goes_on, op.Concat(tokens, token, axis=1), ended, *past
 
     column = op.Concat(op.Shape(src, end=1), [1], axis=0)
@@ -297,28 +299,37 @@ def greedy(op, src, max_len, encoder, decoder, config) -> list["onnx_ir.Value"]:
     return [op.Slice(tokens, [1], [END], [1])]
 
 
-def beam(op, src, max_len, encoder, decoder, config, beam_size, alpha) -> list["onnx_ir.Value"]:
-    """beam_search in ONNX operators. A beam's own best 2 beam_size ids hold all that can be of the row's best.
+def beam(
+    op: OpBuilder,
+    inputs: list[Value],
+    traced: Callable,
+    config: TransformerConfig,
+    beam_size: int,
+    alpha: float,
+) -> list[Value]:
+    """beam_search in ONNX operators: src, max_len -> tokens, scores.
 
-    ids (B, 2 beam, 1 + length) are the hypotheses that have ended, then those alive; scores (B, 2 beam) likewise.
+    ids (B, 2 beam, 1 + length) are the hypotheses that have ended, then those alive; scores alike. A step
+    looks at the best 2 beam ids of each hypothesis, since none but these can be of the row's best 2 beam.
     """
+    src, max_len = inputs
     n_best = min(2 * beam_size, config.tgt_vocab_size)
     n_rows = op.Shape(src, end=1)
     row = op.Unsqueeze(op.Range(0, op.Squeeze(n_rows), 1), [1])  # (B, 1)
     repeated = op.Reshape(op.Expand(row, [1, beam_size]), [-1])  # (B beam,): rows, each beam_size times
-    src, *caches = (op.Gather(value, repeated) for value in (src, *call(op, encoder, src)))
+    src, *caches = (op.Gather(value, repeated) for value in (src, *call(op, traced("encoder"), src)))
     cross, past = caches[: len(caches) // 2], caches[len(caches) // 2 :]
     first_alive, first_of_three = op.Mul(row, beam_size), op.Mul(row, 3 * beam_size)
     pads = op.Expand(config.pad_id, op.Concat(n_rows, [beam_size, 1], axis=0))
 
     def penalty(op, length):
-        return op.Pow(op.Div(op.Add(op.Cast(length, to=FLOAT), 5.0), 6.0), alpha)
+        return op.Pow(op.Div(op.Add(op.Cast(length, to=DataType.FLOAT), 5.0), 6.0), alpha)
 
     def step(op, number, ids, scores, *past):
         (ended, alive), (done, sums) = (op.Split(x, axis=1, num_outputs=2, _outputs=2) for x in (ids, scores))
         tgt = op.Flatten(op.Slice(alive, [-1], [END], [2]), axis=2)
-        logits, *past = call(op, decoder, tgt, src, *cross, *past)  # (B beam, 1, V)
-        logits = op.Cast(logits, to=FLOAT)
+        logits, *past = call(op, traced("decoder"), tgt, src, *cross, *past)  # (B beam, 1, V)
+        logits = op.Cast(logits, to=DataType.FLOAT)
         best, token = op.TopK(logits, [n_best], _outputs=2)
         log_probs = op.Sub(best, op.ReduceLogSumExp(logits, [-1]))
         log_probs = op.Add(op.Reshape(sums, [-1, 1, 1]), log_probs)
@@ -348,30 +359,26 @@ def beam(op, src, max_len, encoder, decoder, config, beam_size, alpha) -> list["
     done, sums = op.Split(scores, axis=1, num_outputs=2, _outputs=2)
     unended = op.Where(op.Greater(sums, LOWEST), op.Div(sums, penalty(op, op.Shape(ids, start=2))), LOWEST)
     scores = op.Concat(done, unended, axis=1)
-    _, place = op.TopK(
-        op.Cast(op.Greater(scores, LOWEST), to=FLOAT), [beam_size], _outputs=2
-    )  # empty ones last
+    is_there = op.Cast(op.Greater(scores, LOWEST), to=DataType.FLOAT)
+    _, place = op.TopK(is_there, [beam_size], _outputs=2)  # moves the empty places to the end
     scores = op.GatherElements(scores, place, axis=1)
     tokens = op.Gather(op.Flatten(ids, axis=2), op.Add(op.Mul(row, 2 * beam_size), place))
     return [op.Where(op.Equal(op.Unsqueeze(scores, [2]), LOWEST), config.pad_id, tokens), scores]
 
 
-def build(
-    name: str, graph: Graph, part: Callable, config: TransformerConfig, *beams: float
-) -> "onnx_ir.Model":
-    """The graph of this name, of parts by name that are traced; nothing of this machine is left in it."""
-    inputs = [onnx_ir.val(key, INT64, axes) for key, axes in graph.inputs.items()]
+def build(name: str, graph: Graph, traced: Callable, config: TransformerConfig, *beams: float) -> Model:
+    """The graph of this name, of those that traced(name) gives; nothing of this machine is left in it."""
+    inputs = [onnx_ir.val(key, DataType.INT64, axes) for key, axes in graph.inputs.items()]
     built = onnx_ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name=name)
     op, search = GraphBuilder(built).op, dict(greedy=greedy, beam=beam).get(name)
     if search is None:
-        built = part(name).graph.clone()
+        built = traced(name).graph.clone()
     else:
-        options = beams if name == "beam" else ()
-        outputs = search(op, *inputs, part("encoder"), part("decoder"), config, *options)
+        outputs = search(op, inputs, traced, config, *(beams if name == "beam" else ()))
         for value, (key, axes) in zip(outputs, graph.outputs.items(), strict=True):
             value.name, value.shape = key, onnx_ir.Shape(axes)
             built.outputs.append(value)
-    onnx_model = onnx_ir.Model(built, ir_version=IR_VERSION)
+    onnx_model = Model(built, ir_version=IR_VERSION)
     tidy = onnx_ir.passes.Sequential(
         CommonSubexpressionEliminationPass(),
         RemoveUnusedNodesPass(),
@@ -384,7 +391,7 @@ def build(
 # Contract, proof, publication
 
 
-def keeps_contract(graph: Graph, onnx_model: "onnx_ir.Model", model: Transformer) -> None:
+def keeps_contract(graph: Graph, onnx_model: Model, model: Transformer) -> None:
     """Failed unless names, axes and operators are as promised, and each weight is there once."""
     for kind, promised in (("inputs", graph.inputs), ("outputs", graph.outputs)):
         found = {
@@ -405,14 +412,14 @@ def keeps_contract(graph: Graph, onnx_model: "onnx_ir.Model", model: Transformer
         raise Failed(f"matrices of {n_stored:,} numbers are stored for {n_unique:,}: a weight is there twice")
 
 
-def runner(path: Path, level: "ort.GraphOptimizationLevel") -> Callable:
-    """[input] -> [output] by ONNX Runtime on the CPU, optimised to this level."""
+def runner(path: Path, level: ort.GraphOptimizationLevel) -> Callable:
+    """ONNX Runtime on the CPU, optimised to this level: inputs in order -> outputs in order."""
     options = ort.SessionOptions()
     options.graph_optimization_level, options.log_severity_level = level, 4
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: list) -> list["np.ndarray"]:
-        feeds = zip(session.get_inputs(), map(np.asarray, inputs), strict=True)
+    def run(*inputs: np.ndarray) -> list[np.ndarray]:
+        feeds = zip(session.get_inputs(), inputs, strict=True)
         half = "tensor(float16)"
         return session.run(None, {i.name: x.astype(np.float16) if i.type == half else x for i, x in feeds})
 
@@ -432,7 +439,7 @@ def prove(graph: Graph, model: Transformer, dtype: str, runners: list[Callable])
             expected = graph.reference(*inputs)
         expected = [x.numpy() for x in ((expected,) if isinstance(expected, Tensor) else expected)]
         for run in runners:
-            outputs, same = run(inputs), np.full(sizes[0], True)
+            outputs, same = run(*map(np.asarray, inputs)), np.full(sizes[0], True)
             if "tokens" in graph.outputs:
                 same = same_tokens(outputs[0], expected[0], model.config.pad_id)
                 alike.extend(same)
@@ -450,7 +457,7 @@ def prove(graph: Graph, model: Transformer, dtype: str, runners: list[Callable])
     return farthest, sum(alike) / len(alike) if alike else 1.0
 
 
-def difference(one: "np.ndarray", other: "np.ndarray", relative: bool = False) -> float:
+def difference(one: np.ndarray, other: np.ndarray, relative: bool = False) -> float:
     """The largest difference, or root mean square over other's; infinite where either is not finite."""
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
         return math.inf
@@ -460,7 +467,7 @@ def difference(one: "np.ndarray", other: "np.ndarray", relative: bool = False) -
     return float(np.abs(apart).max(initial=0.0))
 
 
-def same_tokens(tokens: "np.ndarray", expected: "np.ndarray", pad_id: int) -> "np.ndarray":
+def same_tokens(tokens: np.ndarray, expected: np.ndarray, pad_id: int) -> np.ndarray:
     """2 x (B, ..., T) -> (B,): is a source's answer the same, whatever padding follows it?"""
     longest, both = max(tokens.shape[-1], expected.shape[-1]), []
     for ids in (tokens, expected):
@@ -469,8 +476,8 @@ def same_tokens(tokens: "np.ndarray", expected: "np.ndarray", pad_id: int) -> "n
     return (both[0] == both[1]).all(axis=1)
 
 
-def share(models: Iterable["onnx_ir.Model"], weights: set[str], folder: Path) -> None:
-    """Put the weights of all graphs into one file, named after its content, so that no export spoils another."""
+def share(models: Iterable[Model], weights: set[str], folder: Path) -> None:
+    """Put the weights of all graphs into one file, named after its content: no export spoils another."""
     values = [
         value for model in models for value in model.graph.initializers.values() if value.name in weights
     ]
@@ -537,10 +544,8 @@ def export(
             report.append("         " + ", ".join(f"{op} {n}" for op, n in n_ops.most_common()))
         if pair:
             say("encoder and decoder: proving greedy search, step by step")
-            search = partial(run_onnx.greedy, run_onnx.load_pair(folder))
-            _, alike = prove(
-                table["greedy"], model, dtype, [lambda inputs: [search(inputs[0].numpy(), inputs[1])]]
-            )
+            sessions = run_onnx.load_search(folder)
+            _, alike = prove(table["greedy"], model, dtype, [partial(run_onnx.search, sessions)])
             report.append(f"encoder and decoder, step by step: greedy_search's tokens for {alike:.2%}")
         for file in folder.iterdir():
             os.replace(file, out / file.name)

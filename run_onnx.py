@@ -2,12 +2,13 @@
 
 usage: python run_onnx.py GRAPH [IDS ...] [options]
 
-GRAPH is the folder of encoder.onnx and decoder.onnx. A source is given as arguments, or one a line on
-standard input; eos is appended where it is missing, as in training. Each answer is one line.
+GRAPH is greedy.onnx, beam.onnx, or the folder of encoder.onnx and decoder.onnx. A source is given as
+arguments, or one a line on standard input; eos is appended where it is missing, as in training. An answer
+is one line; of beam.onnx one a hypothesis, score and ids, the best first, then an empty line.
 
 examples:
-  python run_onnx.py onnx 5 6 7
-  python run_onnx.py onnx --max-len 30 < sources.txt
+  python run_onnx.py onnx/beam.onnx 5 6 7
+  python run_onnx.py onnx/greedy.onnx --max-len 30 < sources.txt
   python run_onnx.py onnx 5 6 7 --provider cuda --check copy.pt
 """
 
@@ -16,6 +17,7 @@ import ctypes
 import importlib.metadata
 import sys
 import timeit
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -60,17 +62,22 @@ def load(path: str | Path, provider: str = "cpu", threads: int = 0, tf32: bool =
         raise ValueError(f"{path} can't be loaded: {' '.join(str(error).split())[:200]}") from error
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise ValueError("CUDA can't be had: libraries are missing: pip install onnxruntime-gpu[cuda,cudnn]")
-    kind = metadata(session).get("graph", "one without our metadata")
-    if kind != Path(path).stem:
-        raise ValueError(f"{path} is a graph of another kind: {kind}")
     return session
 
 
-def load_pair(folder: str | Path, *options: object) -> tuple[Session, Session]:
-    """encoder.onnx and decoder.onnx of a folder; options as for load."""
-    if Path(folder).is_file():
-        raise ValueError(f"{folder} is one graph; give the folder that holds encoder.onnx and decoder.onnx")
-    return tuple(load(Path(folder) / name, *options) for name in ("encoder.onnx", "decoder.onnx"))
+def load_search(path: str | Path, *options: object) -> tuple[Session, ...]:
+    """greedy.onnx or beam.onnx, or both encoder.onnx and decoder.onnx of a folder; options as for load."""
+    wanted = {Path(path): ("greedy", "beam")}
+    if not Path(path).is_file():
+        wanted = {Path(path) / f"{kind}.onnx": (kind,) for kind in ("encoder", "decoder")}
+    sessions = tuple(load(file, *options) for file in wanted)
+    for session, (file, kinds) in zip(sessions, wanted.items(), strict=True):
+        kind = metadata(session).get("graph", "one without our metadata")
+        if kind not in kinds:
+            raise ValueError(
+                f"{file} is a graph of another kind, {kind}; here {' or '.join(kinds)} is needed"
+            )
+    return sessions
 
 
 def metadata(session: Session) -> dict[str, str]:
@@ -105,16 +112,21 @@ def bind_and_run(session: Session, values: dict) -> dict[str, ort.OrtValue]:
     return dict(zip((output.name for output in session.get_outputs()), binding.get_outputs(), strict=True))
 
 
-def greedy(sessions: tuple | str | Path, sources: list[list[int]] | np.ndarray, max_len: int) -> np.ndarray:
-    """Greedy search by (encoder, decoder), or their folder: (B, S) -> tokens (B, <= max_len) int64.
-
-    The recipe for any language: every output feeds the input of the same name, present_* feeds past_*.
-    """
-    encoder, decoder = sessions if isinstance(sessions, tuple) else load_pair(sessions)
-    facts = metadata(decoder)
-    src = pad(sources, facts)
+def search(sessions: tuple[Session, ...], src: np.ndarray, max_len: int) -> list[np.ndarray]:
+    """(B, S) -> [tokens (B, <= max_len)], of beam.onnx [tokens (B, beam, <= max_len), scores (B, beam)]."""
     if max_len < 1:
         raise ValueError(f"max_len is {max_len}, but must be at least 1")
+    if len(sessions) == 2:
+        return [greedy(*sessions, src, max_len)]
+    return sessions[0].run(None, {"src": src, "max_len": np.array(max_len)})
+
+
+def greedy(encoder: Session, decoder: Session, src: np.ndarray, max_len: int) -> np.ndarray:
+    """Greedy search step by step, the recipe for any language: (B, S) -> tokens (B, <= max_len) int64.
+
+    Every output feeds the input of the same name, present_* feeds past_*.
+    """
+    facts = metadata(decoder)
     values = {"src": src, **bind_and_run(encoder, {"src": src})}
     tokens = np.full((len(src), 1), int(facts["bos_id"]), dtype=np.int64)
     while tokens.shape[1] <= max_len and not (ended := (tokens == int(facts["eos_id"])).any(axis=1)).all():
@@ -126,24 +138,45 @@ def greedy(sessions: tuple | str | Path, sources: list[list[int]] | np.ndarray, 
     return tokens[:, 1:]
 
 
-def check(sessions: tuple, checkpoint: str, src: np.ndarray, tokens: np.ndarray, max_len: int) -> bool:
-    """Print how tokens and logits compare with PyTorch's; only here torch is needed. -> equal?"""
+def answers(pad_id: int, tokens: np.ndarray, *scores: np.ndarray) -> list[str]:
+    """A text for each source: ids without padding; of beam.onnx a line a hypothesis, with its score."""
+    lines = [" ".join(map(str, ids[ids != pad_id])) for ids in tokens.reshape(-1, tokens.shape[-1])]
+    if scores:
+        lines = [f"{score:.4f}\t{line}\n" for score, line in zip(scores[0].flat, lines, strict=True)]
+    n_best = len(lines) // len(tokens)
+    return ["".join(lines[start : start + n_best]) for start in range(0, len(lines), n_best)]
+
+
+def check(sessions: tuple[Session, ...], checkpoint: str, batches: list[tuple]) -> bool:
+    """Print how batches, (src, max_len, outputs), compare with PyTorch; torch is needed here alone."""
     import torch
 
-    from transformer import greedy_search, load_checkpoint
+    from transformer import beam_search, greedy_search, load_checkpoint
 
-    dtype, torch_src = metadata(sessions[1])["dtype"], torch.from_numpy(src)
-    model = load_checkpoint(checkpoint).to(getattr(torch, dtype))
-    expected = greedy_search(model, torch_src, max_len).numpy()
-    tgt = np.insert(expected[:, :-1], 0, model.config.bos_id, axis=1)
-    values = {"src": src, "tgt": tgt, **bind_and_run(sessions[0], {"src": src})}
-    logits = bind_and_run(sessions[1], values)["logits"].numpy()
-    with torch.no_grad():
-        difference = np.abs(logits - model(torch_src, torch.from_numpy(tgt)).numpy()).max()
-    same = np.array_equal(tokens, expected)
-    verdict = "are equal to" if same else "DIFFER from"
-    print(f"check: tokens {verdict} PyTorch's; {dtype} logits differ by {difference:.1e} at most")
-    return same and (dtype != "float32" or difference <= 1e-4)
+    facts, n_other, farthest, what = metadata(sessions[-1]), 0, 0.0, ""
+    dtype, pad_id = facts["dtype"], int(facts["pad_id"])
+    model = load_checkpoint(checkpoint).to(torch.float16 if dtype == "float16" else torch.float32).float()
+    for src, max_len, (tokens, *numbers) in batches:
+        ids, wanted = torch.from_numpy(src), []
+        if numbers:
+            options = int(facts["beam_size"]), float(facts["alpha"])
+            expected, *wanted = beam_search(model, ids, max_len, *options)
+            what = "scores"
+        else:
+            expected = greedy_search(model, ids, max_len)
+        if len(sessions) == 2:
+            tgt = torch.nn.functional.pad(expected[:, :-1], (1, 0), value=model.config.bos_id)
+            values = {"src": src, "tgt": tgt.numpy(), **bind_and_run(sessions[0], {"src": src})}
+            numbers = [bind_and_run(sessions[1], values)["logits"].numpy()]
+            with torch.no_grad():
+                wanted, what = [model(ids, tgt)], "logits"
+        pairs = zip(answers(pad_id, tokens), answers(pad_id, expected.numpy()), strict=True)
+        n_other += sum(ours != theirs for ours, theirs in pairs)
+        for ours, theirs in zip(numbers, wanted, strict=True):
+            farthest = max(farthest, float(np.abs(ours - theirs.numpy()).max()))
+    verdict = f"DIFFER from PyTorch's for {n_other} sources" if n_other else "are equal to PyTorch's"
+    print(f"check: tokens {verdict}" + (f"; {dtype} {what} differ by {farthest:.1e} at most" if what else ""))
+    return dtype != "float32" or (n_other == 0 and farthest <= 1e-4)
 
 
 def read_sources(arguments: list[str]) -> list[list[int]]:
@@ -160,37 +193,60 @@ def read_sources(arguments: list[str]) -> list[list[int]]:
     return sources
 
 
+def batched(sources: list[list[int]], size: int) -> Iterator[list[int]]:
+    """Indices of size sources of similar length at a time; of 50 batches in a row, the shortest first."""
+    for start in range(0, len(sources), 50 * size):
+        window = range(start, min(start + 50 * size, len(sources)))
+        window = sorted(window, key=lambda i: len(sources[i]))
+        yield from (window[first : first + size] for first in range(0, len(window), size))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Answer every source. 0: done; 1: the check failed; 2: something can't be used or had."""
     usage, examples = __doc__.split("examples:")
     parser = argparse.ArgumentParser("run_onnx.py", argparse.SUPPRESS, usage, "examples:" + examples)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("graph", metavar="GRAPH", type=Path, help="folder of encoder.onnx and decoder.onnx")
-    parser.add_argument("ids", metavar="IDS", nargs="*", help="one source; else standard input is read")
-    parser.add_argument("--provider", choices=PROVIDERS, default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=int, default=0, help="for one operator (default: all cores)")
-    parser.add_argument("--max-len", type=int, help="of an answer, with eos (default, 6.1: source + 50)")
-    parser.add_argument("--raw", action="store_true", help="append no eos")
-    parser.add_argument("--check", metavar="CHECKPOINT", help="compare with PyTorch, with TF32 off")
-    parser.add_argument("--time", metavar="N", type=int, default=0, help="time N runs, after 3 to warm up")
+    parser.formatter_class, option = argparse.RawDescriptionHelpFormatter, parser.add_argument
+    option("graph", metavar="GRAPH", type=Path, help="greedy.onnx, beam.onnx, or the folder of the graphs")
+    option("ids", metavar="IDS", nargs="*", help="one source; else standard input is read")
+    option("--provider", choices=PROVIDERS, default="cpu", help="default: cpu")
+    option("--threads", type=int, default=0, help="for one operator (default: all cores)")
+    option("--batch", metavar="N", type=int, default=32, help="sources at a time (default: 32)")
+    option("--max-len", metavar="N", type=int, help="of an answer, with eos (default, 6.1: its batch + 50)")
+    option("--raw", action="store_true", help="append no eos")
+    option("--check", metavar="CHECKPOINT", help="compare with PyTorch, with TF32 off")
+    option("--time", metavar="N", type=int, default=0, help="time N runs, after 3 to warm up")
     options = parser.parse_intermixed_args(argv)
     try:
-        sessions = load_pair(options.graph, options.provider, options.threads, not options.check)
-        facts = metadata(sessions[1])
-        sources, eos_id = read_sources(options.ids), int(facts["eos_id"])
-        src = pad([ids if options.raw or ids[-1] == eos_id else [*ids, eos_id] for ids in sources], facts)
-        max_len = src.shape[1] + 50 if options.max_len is None else options.max_len
-        tokens = greedy(sessions, src, max_len)
-        for row in tokens:
-            print(*(token for token in row if token != int(facts["pad_id"])))
-        print(f"batch of {len(src)}, greedy search on {sessions[1].get_providers()[0]}", file=sys.stderr)
+        if options.batch < 1:
+            raise ValueError(f"--batch is {options.batch}, but must be at least 1")
+        sessions = load_search(options.graph, options.provider, options.threads, not options.check)
+        facts, sources = metadata(sessions[-1]), read_sources(options.ids)
+        eos_id, pad_id = int(facts["eos_id"]), int(facts["pad_id"])
+        sources = [ids if options.raw or ids[-1] == eos_id else [*ids, eos_id] for ids in sources]
+        pad(sources, facts)  # says what is wrong before any work
+        batches, texts, n_printed, n_done = [], {}, 0, 0
+        for chosen in batched(sources, options.batch):
+            src = pad([sources[i] for i in chosen], facts)
+            max_len = src.shape[1] + 50 if options.max_len is None else options.max_len
+            batches.append((src, max_len, search(sessions, src, max_len)))
+            texts |= zip(chosen, answers(pad_id, *batches[-1][2]), strict=True)
+            while n_printed in texts:  # in the order in which the sources came
+                print(texts.pop(n_printed))
+                n_printed += 1
+            n_done += len(chosen)
+            if sys.stderr.isatty() and not sys.stdout.isatty() and len(sources) > options.batch:
+                bar = "#" * (40 * n_done // len(sources))
+                print(f"\r[{bar:40}] {n_done:,} of {len(sources):,}", end="", file=sys.stderr)
+        kind = "beam search" if facts["graph"] == "beam" else "greedy search"
+        print(f"sources: {len(sources)}; {kind} on {sessions[-1].get_providers()[0]}", file=sys.stderr)
         if options.time:
-            runs = timeit.repeat(lambda: greedy(sessions, src, max_len), number=1, repeat=3 + options.time)
-            median = np.median(runs[3:])
-            what = f"batch {len(src)}: encoder, {tokens.shape[1]} steps, copies to and from the device"
-            speed = f"{median:.4f} s, {tokens.size / median:.0f} tokens/s"
-            print(f"time: {speed}; {options.time} runs after 3, {what}")
-        return 0 if not options.check or check(sessions, options.check, src, tokens, max_len) else 1
+            work = [batch[:2] for batch in batches]
+            run = lambda: [search(sessions, *batch) for batch in work]  # noqa: E731
+            median = np.median(timeit.repeat(run, number=1, repeat=3 + options.time)[3:])
+            n_ids = sum(outputs[0].size for _, _, outputs in batches)
+            what = f"batches of {len(batches[0][0])}, with copies to and from the device"
+            print(f"time: {median:.4f} s, {n_ids / median:.0f} tokens/s; {options.time} runs after 3, {what}")
+        return 0 if not options.check or check(sessions, options.check, batches) else 1
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
