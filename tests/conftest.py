@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import small_model
@@ -16,6 +19,15 @@ def export(checkpoint, out, *options) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed):
         status = export_onnx.main([str(checkpoint), "--out", str(out), *options])
     return status, printed.getvalue()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """(checkpoint, the finished process) of `python train_copy.py`, run in a folder of its own."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, str(Path(__file__).parents[1] / "train_copy.py"), "--device", "cpu"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    return folder / "copy.pt", done
 
 
 @pytest.fixture(scope="session")

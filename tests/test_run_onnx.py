@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import run_onnx
-from run_onnx import greedy, load, load_pair, main, pad
-from transformer import greedy_search
+from run_onnx import load, load_search, main, pad, search
+from transformer import beam_search, greedy_search
 
 ROOT = Path(__file__).parents[1]
+FACTS = {"src_vocab_size": "29", "pad_id": "3"}  # of the graphs exported for the tests
 needs_cuda = pytest.mark.skipif(
     not os.environ.get("REQUIRE_CUDA") and run_onnx.why_no_cuda() is not None,
     reason=f"no CUDA here: {run_onnx.why_no_cuda()}",
@@ -27,30 +28,30 @@ def sources(n_rows: int, longest: int = 20, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, 29, rng.integers(1, longest + 1)).tolist() for _ in range(n_rows)]
 
 
-def test_greedy_is_pytorchs_greedy_on_200_sources(exported):
+@pytest.mark.parametrize("graph", ["", "greedy.onnx"])
+def test_greedy_is_pytorchs_greedy_on_200_sources(exported, graph):
     folder, _, model, _ = exported
-    sessions = load_pair(folder)
+    sessions = load_search(folder / graph)
     for start in range(10):
-        batch = sources(20, seed=start)
-        src = torch.from_numpy(pad(batch, run_onnx.metadata(sessions[0])))
+        src = pad(sources(20, seed=start), FACTS)
         for max_len in (1, 2, 30):
-            np.testing.assert_array_equal(
-                greedy(sessions, batch, max_len), greedy_search(model, src, max_len).numpy()
-            )
+            expected = greedy_search(model, torch.from_numpy(src), max_len).numpy()
+            np.testing.assert_array_equal(search(sessions, src, max_len)[0], expected)
 
 
-def test_folder_lists_arrays_and_int32_are_the_same(exported):
-    folder, batch = exported[0], sources(3)
-    expected = greedy(load_pair(folder), batch, 9)
-    src = pad(batch, run_onnx.metadata(load_pair(folder)[0]))
-    np.testing.assert_array_equal(greedy(folder, src, 9), expected)
-    np.testing.assert_array_equal(greedy(str(folder), src.astype(np.int32), 9), expected)
+def test_pad_takes_lists_and_arrays(exported):
+    batch = sources(3)
+    src = pad(batch, FACTS)
+    assert src.dtype == np.int64 and [[i for i in row if i != 3] for row in src.tolist()] == [
+        [i for i in row if i != 3] for row in batch
+    ]
+    np.testing.assert_array_equal(pad(src.astype(np.int32), FACTS), src)
 
 
 def test_several_new_ids_after_any_past_equal_forward(exported):
     """C17, A10: prefixes in one step, from the empty past that the encoder returns and from a longer one."""
     folder, _, model, _ = exported
-    encoder, decoder = load_pair(folder)
+    encoder, decoder = load_search(folder)
     src = pad(sources(3), run_onnx.metadata(encoder))
     tgt = np.random.default_rng(1).integers(0, 29, (3, 21))
     with torch.no_grad():
@@ -69,7 +70,7 @@ def test_several_new_ids_after_any_past_equal_forward(exported):
 
 def test_bound_equals_unbound_for_64_steps(exported):
     """C2: the same loop with plain feeds."""
-    encoder, decoder = load_pair(exported[0])
+    encoder, decoder = load_search(exported[0])
     facts = run_onnx.metadata(encoder)
     src = pad(sources(4), facts)
     names = [output.name for output in encoder.get_outputs()]
@@ -85,16 +86,17 @@ def test_bound_equals_unbound_for_64_steps(exported):
         token = np.where(ended, int(facts["pad_id"]), outputs.pop("logits")[:, -1].argmax(-1))
         tokens = np.concatenate((tokens, token[:, None]), axis=1)
         values |= {name.replace("present_", "past_"): value for name, value in outputs.items()}
-    bound = greedy((encoder, decoder), src, 64)
+    (bound,) = search((encoder, decoder), src, 64)
     np.testing.assert_array_equal(bound, tokens[:, 1 : 1 + bound.shape[1]])
 
 
-def test_memory_stands_still_over_500_decodes(exported):
-    """C8: random lengths, one pair of sessions."""
+@pytest.mark.parametrize("graph", ["", "beam.onnx"])
+def test_memory_stands_still_over_500_decodes(exported, graph):
+    """C8: random lengths, the same sessions."""
     resource = pytest.importorskip("resource", reason="this system has no resource module")
-    sessions, rng = load_pair(exported[0]), np.random.default_rng(0)
+    sessions, rng = load_search(exported[0] / graph), np.random.default_rng(0)
     for number in range(500):
-        greedy(sessions, rng.integers(0, 29, (2, rng.integers(1, 60))), int(rng.integers(1, 6)))
+        search(sessions, rng.integers(0, 29, (2, rng.integers(1, 60))), int(rng.integers(1, 6)))
         if number == 100:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1.05 * before
@@ -112,7 +114,7 @@ def test_neither_torch_nor_onnx_is_needed(exported, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "batch of 1, greedy search on CPUExecutionProvider\n"
+    assert done.stderr == "sources: 1; greedy search on CPUExecutionProvider\n"
 
 
 # The command line
@@ -132,12 +134,56 @@ def test_ids_go_in_and_ids_come_out(exported, monkeypatch, capsys):
     ]
 
 
-def test_check_and_time_say_what_they_found(exported, capsys):
+def test_beam_prints_the_n_best_with_scores(exported, capsys):
+    folder, _, model, _ = exported
+    assert main([str(folder / "beam.onnx"), "7", "8", "9", "--max-len", "6"]) == 0
+    tokens, scores = beam_search(model, torch.tensor([[7, 8, 9, 4]]), 6)
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines.pop() == [""] and len(lines) == 4
+    for (score, ids), expected, row in zip(lines, scores[0].tolist(), tokens[0].tolist(), strict=True):
+        assert abs(float(score) - expected) < 1e-3 and ids.split() == [str(t) for t in row if t != 3]
+
+
+@pytest.mark.parametrize("graph", ["", "greedy.onnx", "beam.onnx"])
+def test_many_sources_are_answered_in_the_order_of_the_input(exported, graph, monkeypatch, capsys):
+    """350 in batches of 3, more than one window: each answer is that of its source alone."""
+    batch = sources(350, seed=3)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(" ".join(map(str, ids)) + "\n" for ids in batch)))
+    assert main([str(exported[0] / graph), "--max-len", "7", "--batch", "3", "--raw"]) == 0
+    found = capsys.readouterr().out.split("\n\n" if graph == "beam.onnx" else "\n")[:-1]
+    sessions = load_search(exported[0] / graph)
+    for ids, text in zip(batch, found, strict=True):
+        if set(ids) != {3}:  # padding alone has no meaning
+            alone = run_onnx.answers(3, *search(sessions, pad([ids], FACTS), 7))[0]
+            assert [line.split("\t")[-1] for line in text.splitlines()] == [
+                line.split("\t")[-1] for line in alone.splitlines()
+            ]
+
+
+def test_a_terminal_sees_how_far_it_is(exported, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("5 6\n" * 100))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main([str(exported[0] / "greedy.onnx"), "--max-len", "3"]) == 0
+    assert f"\r[{'#' * 40}] 100 of 100" in capsys.readouterr().err
+
+
+def test_a_search_runs_alone_and_under_another_name(exported, tmp_path):
+    path = tmp_path / "renamed.onnx"
+    path.write_bytes((exported[0] / "beam.onnx").read_bytes())
+    assert main([str(path), "7", "8", "--max-len", "5", "--check", str(exported[1])]) == 0
+
+
+@pytest.mark.parametrize(
+    "graph, words",
+    [("", "; float32 logits differ"), ("greedy.onnx", ""), ("beam.onnx", "; float32 scores differ")],
+)
+def test_check_and_time_say_what_they_found(exported, graph, words, capsys):
     folder, checkpoint, _, _ = exported
-    assert main([str(folder), "7", "8", "--max-len", "6", "--check", str(checkpoint), "--time", "2"]) == 0
+    arguments = ["7", "8", "--max-len", "6", "--check", str(checkpoint), "--time", "2"]
+    assert main([str(folder / graph), *arguments]) == 0
     out = capsys.readouterr().out
-    assert "tokens are equal to PyTorch's; float32 logits differ by" in out
-    assert "tokens/s; 2 runs after 3, batch 1: encoder, 6 steps" in out
+    assert f"tokens are equal to PyTorch's{words}" in out
+    assert "tokens/s; 2 runs after 3, batches of 1" in out
 
 
 def test_check_fails_with_another_checkpoint(exported, tmp_path, capsys):
@@ -178,7 +224,10 @@ def broken(folder, tmp_path):
         (["ONNX", "5", "--max-len", "0"], "", ["max_len", "0", "at least 1"]),
         (["ONNX", "5", "--provider", "tpu"], "", ["tpu", "cuda"]),
         (["ONNX", "5", "--check", "nowhere.pt"], "", ["nowhere.pt"]),
-        (["ONNX/decoder.onnx", "5"], "", ["decoder.onnx", "one graph", "folder"]),
+        (["ONNX/decoder.onnx", "5"], "", ["decoder.onnx", "another kind, decoder", "greedy or beam"]),
+        (["ONNX/beam.onnx", "29"], "", ["29", "0 to 28"]),
+        (["ONNX/beam.onnx", "5", "--max-len", "0"], "", ["max_len", "0", "at least 1"]),
+        (["ONNX", "5", "--batch", "0"], "", ["--batch", "0", "at least 1"]),
         (["nowhere", "5"], "", ["encoder.onnx", "export_onnx.py"]),
         (["truncated", "5"], "", ["encoder.onnx", "can't be loaded"]),
         (["text", "5"], "", ["encoder.onnx", "can't be loaded"]),
@@ -202,9 +251,9 @@ def test_bad_input_is_one_line_and_2(exported, arguments, stdin, words, tmp_path
 @pytest.mark.parametrize(
     "bad", [[[1.5]], [["5"]], [[]], [], np.array([[0.5]]), np.zeros((0, 3), dtype=np.int64)]
 )
-def test_pad_refuses_what_are_no_ids(exported, bad):
+def test_pad_refuses_what_are_no_ids(bad):
     with pytest.raises(ValueError, match=r"id|empty"):
-        greedy(exported[0], bad, 5)
+        pad(bad, FACTS)
 
 
 # CUDA
@@ -262,12 +311,14 @@ def test_each_reason_has_its_line(monkeypatch, capsys, exported):
 def test_cuda_equals_pytorch(exported):
     folder, _, model, _ = exported
     for tf32 in (False, True):
-        sessions = load_pair(folder, "cuda", 0, tf32)
+        sessions = load_search(folder, "cuda", 0, tf32)
         assert all(session.get_providers()[0] == "CUDAExecutionProvider" for session in sessions)
         for seed in range(5):
             batch = sources(20, seed=seed)
             src = torch.from_numpy(pad(batch, run_onnx.metadata(sessions[0])))
-            np.testing.assert_array_equal(greedy(sessions, batch, 30), greedy_search(model, src, 30).numpy())
+            np.testing.assert_array_equal(
+                search(sessions, pad(batch, FACTS), 30)[0], greedy_search(model, src, 30).numpy()
+            )
     loaded = load(folder / "forward.onnx", "cuda", tf32=False)
     src, tgt = pad(sources(4), run_onnx.metadata(loaded)), np.random.default_rng(0).integers(0, 29, (4, 17))
     with torch.no_grad():

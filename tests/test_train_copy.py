@@ -116,8 +116,8 @@ def run(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
-def test_the_copy_task_is_learned_from_any_folder(tmp_path):
-    done = run(cwd=tmp_path)
+def test_the_copy_task_is_learned_from_any_folder(trained):
+    path, done = trained
     assert done.returncode == 0, done.stdout + done.stderr
     average_of, last = (
         float(re.search(rf"{words}.* (\S+)%", done.stdout)[1]) for words in ("average", "last step")
@@ -132,9 +132,9 @@ def test_the_copy_task_is_learned_from_any_folder(tmp_path):
     shapes = [re.sub(r"[\d.,]+(e-\d+)?", "#", line) for line in (done.stderr + done.stdout).splitlines()]
     for line in readme.split("```")[1].splitlines()[1:]:
         assert re.sub(r"[\d.,]+(e-\d+)?", "#", line) in shapes, line  # what README shows is what one sees
-    saved = torch.load(tmp_path / "copy.pt", weights_only=True)
+    saved = torch.load(path, weights_only=True)
     assert (saved["vocab_size"], saved["min_len"], saved["max_len"], saved["steps"]) == (36, 1, 20, 1600)
-    model = load_checkpoint(tmp_path / "copy.pt")
+    model = load_checkpoint(path)
     assert model.config.n_layers >= 2 and model.config.src_vocab_size >= 33
     src, _ = copy_batch(model.config, 1000, range(1, 21), torch.Generator().manual_seed(12345))
     assert exact_match(model, src) >= 0.999
