@@ -189,7 +189,7 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
     tgt, new = {"tgt": ("batch", "tgt_len")}, {"tgt": ("batch", "new_len")}
     logits, new_logits = ({"logits": ("batch", length, n_ids)} for length in ("tgt_len", "new_len"))
     cross, past = caches("cross", "src_len"), caches("past", "past_len")
-    present, tokens = caches("present", "past_len + new_len"), {"tokens": ("batch", "tgt_len")}
+    present, tokens = caches("present", "total_len"), {"tokens": ("batch", "tgt_len")}
     beams = {"tokens": ("batch", beam_size, "tgt_len"), "scores": ("batch", beam_size)}
     options = dict(beam_size=beam_size, alpha=alpha)
     return {
@@ -254,6 +254,9 @@ def trace(name: str, graph: Graph, model: Transformer) -> Model:
             dynamic_shapes=(*dynamic[:n_ids], *caches),
             verbose=False,
         ).model
+    for value, axes in zip(onnx_model.graph.outputs, graph.outputs.values(), strict=True):
+        dims = zip(value.shape, axes, strict=True)  # a sum of lengths gets its name
+        value.shape = onnx_ir.Shape(axis if "+" in str(dim) else dim for dim, axis in dims)
     weights = graph.reference.state_dict()
     for key, value in list(onnx_model.graph.initializers.items()):
         value.name = key.removeprefix("model.") if key in weights else f"{name}.{key}"
@@ -278,6 +281,8 @@ def loop(op: OpBuilder, max_len: Value, body: Callable, *state: Value) -> list:
     inputs += [onnx_ir.val(f"state_{i}", value.dtype) for i, value in enumerate(state)]
     outputs = [onnx_ir.val(f"next_{i}", value.dtype) for i, value in enumerate(inputs[1:])]
     graph = op.builder.subgraph(lambda op, number, _, *state: body(op, number, *state), inputs, outputs)
+    for value in (value for node in graph for value in node.outputs):
+        value.name = f"step/{value.name}"  # OpenVINO drops inputs of a body that shares a name with its graph
     return op.Loop(max_len, True, *state, body=graph, _outputs=len(state))
 
 
@@ -366,15 +371,21 @@ def beam(
     return [op.Where(op.Equal(op.Unsqueeze(scores, [2]), LOWEST), config.pad_id, tokens), scores]
 
 
+def forward(op: OpBuilder, inputs: list[Value], traced: Callable, config: TransformerConfig) -> list[Value]:
+    """src, tgt -> logits: all of tgt is one step from the empty past."""
+    src, tgt = inputs
+    return call(op, traced("decoder"), tgt, src, *call(op, traced("encoder"), src))[:1]
+
+
 def build(name: str, graph: Graph, traced: Callable, config: TransformerConfig, *beams: float) -> Model:
     """The graph of this name, of those that traced(name) gives; nothing of this machine is left in it."""
     inputs = [onnx_ir.val(key, DataType.INT64, axes) for key, axes in graph.inputs.items()]
     built = onnx_ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name=name)
-    op, search = GraphBuilder(built).op, dict(greedy=greedy, beam=beam).get(name)
-    if search is None:
+    composers = dict(forward=forward, greedy=greedy, beam=partial(beam, beam_size=beams[0], alpha=beams[1]))
+    if name not in composers:
         built = traced(name).graph.clone()
     else:
-        outputs = search(op, inputs, traced, config, *(beams if name == "beam" else ()))
+        outputs = composers[name](GraphBuilder(built).op, inputs, traced, config)
         for value, (key, axes) in zip(outputs, graph.outputs.items(), strict=True):
             value.name, value.shape = key, onnx_ir.Shape(axes)
             built.outputs.append(value)

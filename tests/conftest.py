@@ -1,6 +1,7 @@
 """Graphs are exported once for all tests."""
 
 import contextlib
+import hashlib
 import io
 import subprocess
 import sys
@@ -11,6 +12,23 @@ from helpers import small_model
 
 import export_onnx
 from transformer import save_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trace_once():
+    """Tracing is slow and always gives the same: what was traced before is not traced again."""
+    real, known = export_onnx.trace, {}
+
+    def trace(name, graph, model):
+        weights = (weight.numpy(force=True).tobytes() for weight in model.state_dict().values())
+        key = (name, model.config, hashlib.sha256(b"".join(weights)).digest())
+        if key not in known:
+            known[key] = real(name, graph, model)
+        return known[key]
+
+    export_onnx.trace = trace
+    yield
+    export_onnx.trace = real
 
 
 def export(checkpoint, out, *options) -> tuple[int, str]:
