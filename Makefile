@@ -12,7 +12,9 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python train_copy.py
 	$(BIN)/python export_onnx.py copy.pt
-	$(BIN)/python run_onnx.py onnx 5 6 7 8 9 --check copy.pt --time 20
+	$(BIN)/python run_onnx.py onnx 5 6 7 8 9 --check copy.pt
+	$(BIN)/python run_onnx.py onnx/greedy.onnx 5 6 7 8 9 --check copy.pt --time 20
+	$(BIN)/python run_onnx.py onnx/beam.onnx 5 6 7 8 9 --check copy.pt --time 20
 
 test: .venv/installed
 	$(BIN)/python -m pytest tests

@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[1])
 import run_onnx
 worst = 0.0
-for file in sorted(__import__("pathlib").Path(sys.argv[2]).glob("*.npz")):
+for file in sorted(__import__("pathlib").Path(sys.argv[2]).glob("*-[0-9]*.npz")):
     data = np.load(file)
     session = run_onnx.load(sys.argv[2] + "/" + file.stem.split("-")[0] + ".onnx")
     names = [output.name for output in session.get_outputs()]
@@ -28,8 +28,13 @@ for file in sorted(__import__("pathlib").Path(sys.argv[2]).glob("*.npz")):
         wanted = data["expected_" + name]
         assert output.shape == wanted.shape, (file, name)
         worst = max(worst, float(np.abs(output - wanted).max(initial=0.0)))
-tokens = run_onnx.greedy(sys.argv[2], [[5, 6, 7, 2], [8, 2]], 20)
-assert (tokens == np.load(sys.argv[2] + "/tokens.npy")).all()
+src = np.load(sys.argv[2] + "/src.npy")
+for name in ("", "/greedy.onnx", "/beam.onnx"):
+    found = run_onnx.search(run_onnx.load_search(sys.argv[2] + name), src, 20)
+    expected = np.load(sys.argv[2] + f"/{'beam' if 'beam' in name else 'greedy'}-found.npz")
+    assert (found[0] == expected["tokens"]).all()
+    if "beam" in name:
+        worst = max(worst, float(np.abs(found[1] - expected["scores"]).max()))
 print(f"onnxruntime {run_onnx.ort.__version__}: tokens equal, largest difference {worst:.1e}")
 sys.exit(worst > 1e-4)
 """
@@ -42,7 +47,7 @@ def main() -> int:
     import torch
 
     import export_onnx
-    from transformer import greedy_search, load_checkpoint
+    from transformer import beam_search, greedy_search, load_checkpoint
 
     if len(sys.argv) < 2:
         sys.exit(__doc__)
@@ -51,18 +56,24 @@ def main() -> int:
         if export_onnx.main([sys.argv[1], "--out", folder]):
             return 1
         model = load_checkpoint(sys.argv[1])
-        for kind, graph in export_onnx.graphs(model).items():
-            for number, (batch, src_len, tgt_len, past_len) in enumerate(export_onnx.PROVED):
-                sizes = dict(
-                    batch=batch, src_len=src_len, tgt_len=tgt_len, new_len=tgt_len, past_len=past_len
-                )
-                inputs = export_onnx.example(graph, model, sizes, number)
-                outputs = export_onnx.outputs_of(graph.module, inputs)
-                arrays = dict(zip(graph.inputs, (x.numpy() for x in inputs), strict=True))
-                arrays |= {f"expected_{n}": x for n, x in zip(graph.outputs, outputs, strict=True)}
+        table = export_onnx.graphs(model)
+        for kind in ("forward", "encoder", "decoder"):
+            for number, sizes in enumerate(export_onnx.PROVED):
+                inputs = export_onnx.example(table[kind], model, sizes, number)
+                with torch.no_grad():
+                    outputs = table[kind].reference(*inputs)
+                outputs = [outputs] if kind == "forward" else outputs
+                arrays = dict(zip(table[kind].inputs, (x.numpy() for x in inputs), strict=True))
+                arrays |= {
+                    f"expected_{n}": x.numpy() for n, x in zip(table[kind].outputs, outputs, strict=True)
+                }
                 np.savez(Path(folder) / f"{kind}-{number}.npz", **arrays)
-        src = torch.tensor([[5, 6, 7, 2], [8, 2, model.config.pad_id, model.config.pad_id]])
-        np.save(Path(folder) / "tokens.npy", greedy_search(model, src, 20).numpy())
+        pad_id = model.config.pad_id
+        src = torch.tensor([[5, 6, 7, 2], [8, 2, pad_id, pad_id]])
+        np.save(Path(folder) / "src.npy", src.numpy())
+        tokens, scores = beam_search(model, src, 20)
+        np.savez(Path(folder) / "beam-found.npz", tokens=tokens.numpy(), scores=scores.numpy())
+        np.savez(Path(folder) / "greedy-found.npz", tokens=greedy_search(model, src, 20).numpy())
         for version in sys.argv[2:] or ["1.15.0"]:
             environment = Path(folder) / f"venv-{version}"
             venv.create(environment, with_pip=True)

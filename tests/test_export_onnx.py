@@ -582,15 +582,25 @@ def test_more_than_2_gb_goes_into_a_second_file(traced, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_base_size(tmp_path):
-    """The base model with 37,000 ids: each file within 2 % of its parameters' bytes, and the proof holds."""
+    """The base model with 37,000 ids: its numbers hold, each weight is stored once, int8 is a quarter."""
     torch.manual_seed(0)
     model = transformer.Transformer(transformer.TransformerConfig(37000, 37000))
     save_checkpoint(tmp_path / "base.pt", model)
+    n_bytes = 4 * sum(weight.numel() for weight in model.parameters())
     status, report = export(tmp_path / "base.pt", tmp_path / "onnx")
     assert status == 0, report
-    n_bytes = 4 * sum(weight.numel() for weight in model.parameters())
-    assert abs((tmp_path / "onnx" / "forward.onnx").stat().st_size / n_bytes - 1) < 0.02
+    for kind in ("forward", "greedy", "beam"):
+        assert abs((tmp_path / "onnx" / f"{kind}.onnx").stat().st_size / n_bytes - 1) < 0.02
     decoder = [weight for layer in model.decoder for name, weight in layer.named_parameters()
                if not name.startswith(("cross_attn.w_k", "cross_attn.w_v"))]  # fmt: skip
-    n_bytes = 4 * (sum(weight.numel() for weight in decoder) + model.projection.weight.numel())
-    assert abs((tmp_path / "onnx" / "decoder.onnx").stat().st_size / n_bytes - 1) < 0.02
+    decoder_bytes = 4 * (sum(weight.numel() for weight in decoder) + model.projection.weight.numel())
+    assert abs((tmp_path / "onnx" / "decoder.onnx").stat().st_size / decoder_bytes - 1) < 0.02
+    status, report = export(tmp_path / "base.pt", tmp_path / "int8", "--int8", "--graphs", "greedy")
+    assert status == 0 and (tmp_path / "int8" / "greedy.onnx").stat().st_size < 0.3 * n_bytes
+    share = float(re.search(r"greedy .* (\d+\.\d+)%", report)[1])
+    assert share > 50, report  # random weights: the likeliest ids lie close together
+    status, _ = export(
+        tmp_path / "base.pt", tmp_path / "shared", "--shared-weights", "--graphs", "encoder", "greedy"
+    )
+    total = sum(file.stat().st_size for file in (tmp_path / "shared").iterdir())
+    assert status == 0 and abs(total / n_bytes - 1) < 0.03
