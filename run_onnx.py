@@ -68,7 +68,7 @@ def load(path: str | Path, provider: str = "cpu", threads: int = 0, tf32: bool =
 def load_search(path: str | Path, *options: object) -> tuple[Session, ...]:
     """greedy.onnx or beam.onnx, or both encoder.onnx and decoder.onnx of a folder; options as for load."""
     wanted = {Path(path): ("greedy", "beam")}
-    if not Path(path).is_file():
+    if Path(path).suffix != ".onnx":
         wanted = {Path(path) / f"{kind}.onnx": (kind,) for kind in ("encoder", "decoder")}
     sessions = tuple(load(file, *options) for file in wanted)
     for session, (file, kinds) in zip(sessions, wanted.items(), strict=True):

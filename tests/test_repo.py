@@ -127,6 +127,7 @@ def test_readmes_shell_commands_run(tmp_path, exported):
     for line in lines:
         words = line.split("#")[0].split("<")[0].split()
         names = {"onnx": exported[0], "copy.pt": exported[1]}
+        names |= {f"onnx/{kind}.onnx": exported[0] / f"{kind}.onnx" for kind in ("greedy", "beam")}
         command = [sys.executable, str(ROOT / words[1]), *(str(names.get(word, word)) for word in words[2:])]
         if words[1] == "export_onnx.py":
             command += ["--graphs", "encoder"]  # all of them stand in the fixture already

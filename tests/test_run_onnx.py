@@ -229,6 +229,7 @@ def broken(folder, tmp_path):
         (["ONNX/beam.onnx", "5", "--max-len", "0"], "", ["max_len", "0", "at least 1"]),
         (["ONNX", "5", "--batch", "0"], "", ["--batch", "0", "at least 1"]),
         (["nowhere", "5"], "", ["encoder.onnx", "export_onnx.py"]),
+        (["nowhere/beam.onnx", "5"], "", ["nowhere", "beam.onnx is no file", "export_onnx.py"]),
         (["truncated", "5"], "", ["encoder.onnx", "can't be loaded"]),
         (["text", "5"], "", ["encoder.onnx", "can't be loaded"]),
         (["swapped", "5"], "", ["another kind", "forward"]),
