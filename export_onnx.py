@@ -125,9 +125,26 @@ class Matrix(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
+class Part(nn.Module):
+    """One of several products with the same x, which are computed as one."""
+
+    def __init__(self, whole: Matrix, number: int, n_parts: int) -> None:
+        super().__init__()
+        self.whole, self.number, self.n_parts = whole, number, n_parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, in) -> (B, T, out)."""
+        return self.whole(x).chunk(self.n_parts, dim=-1)[self.number]
+
+
 def stored(model: Transformer, int8: bool) -> Transformer:
-    """A copy whose weights are each a Matrix; tied ones are one Matrix."""
+    """A copy whose weights are each a Matrix; tied ones are one, and so are those that multiply the same."""
     model, kept = copy.deepcopy(model), {}
+    together = [(layer.self_attn, ("w_q", "w_k", "w_v")) for layer in (*model.encoder, *model.decoder)]
+    for attn, names in together + [(layer.cross_attn, ("w_k", "w_v")) for layer in model.decoder]:
+        whole = Matrix(torch.cat([getattr(attn, name).weight for name in names]), None, int8)
+        for number, name in enumerate(names):
+            setattr(attn, name, Part(whole, number, len(names)))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, (nn.Linear, nn.Embedding)):
@@ -266,6 +283,8 @@ def trace(name: str, graph: Graph, model: Transformer) -> Model:
 def call(op: OpBuilder, traced: Model, *inputs: Value) -> list[Value]:
     """The nodes of a traced graph, once more, where op builds; its weights go to the outermost graph."""
     graph, outermost = traced.graph.clone(), op.builder.root.graph
+    for value in (value for node in graph for value in node.outputs):
+        value.shape = None  # its batch is not this graph's: there may be beams
     for name, weight in list(graph.initializers.items()):
         del graph.initializers[name]
         if name in outermost.initializers:
@@ -281,6 +300,12 @@ def loop(op: OpBuilder, max_len: Value, body: Callable, *state: Value) -> list:
     inputs += [onnx_ir.val(f"state_{i}", value.dtype) for i, value in enumerate(state)]
     outputs = [onnx_ir.val(f"next_{i}", value.dtype) for i, value in enumerate(inputs[1:])]
     graph = op.builder.subgraph(lambda op, number, _, *state: body(op, number, *state), inputs, outputs)
+    inside = set(graph.inputs)
+    for node in list(graph):  # what no step changes is computed once, before
+        if inside.isdisjoint(node.inputs):
+            graph.remove(node)
+            op.builder.graph.append(node)
+        inside.update(node.outputs if node.graph is graph else ())
     for value in (value for node in graph for value in node.outputs):
         value.name = f"step/{value.name}"  # OpenVINO drops inputs of a body that shares a name with its graph
     return op.Loop(max_len, True, *state, body=graph, _outputs=len(state))

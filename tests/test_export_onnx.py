@@ -301,6 +301,19 @@ def test_no_name_of_a_loops_body_is_used_outside(exported):
         assert not outside & set(inside) and len(inside) == len(set(inside)) and not body.initializer
 
 
+def test_nothing_in_a_loops_body_is_the_same_at_every_step(exported):
+    """Of what reads only constants and values from outside, nothing is left inside."""
+    for kind in ("greedy", "beam"):
+        graph = onnx.load(exported[0] / f"{kind}.onnx").graph
+        (body,) = [node.attribute[0].g for node in graph.node if node.op_type == "Loop"]
+        inside = {value.name for value in body.input} | {name for node in body.node for name in node.output}
+        assert not [node.name for node in body.node if inside.isdisjoint(node.input)]
+        products = [node.input for node in body.node if node.op_type == "MatMul"]
+        assert (
+            len(products) == 2 * (1 + 1 + 1 + 1 + 2 + 4) + 1
+        )  # 2 layers: qkv, o, q, o, FFN, attention; logits
+
+
 @pytest.mark.parametrize("change", ["alpha", "eos_id"])
 def test_a_search_that_is_not_pytorchs_is_not_published(exported, tmp_path, monkeypatch, capsys, change):
     real = export_onnx.beam
