@@ -153,6 +153,11 @@ def stored(model: Transformer, int8: bool) -> Transformer:
     return model
 
 
+def halves(caches: list) -> tuple[list, list]:
+    """What Encoder gives, one by one or in pairs -> cross_*, past_*."""
+    return caches[: len(caches) // 2], caches[len(caches) // 2 :]
+
+
 class Encoder(nn.Module):
     """src -> what decoding needs: projected memory and an empty past, layer by layer."""
 
@@ -175,8 +180,7 @@ class Decoder(nn.Module):
 
     def forward(self, tgt: Tensor, src: Tensor, *caches: Tensor) -> list[Tensor]:
         """(B, N), (B, S), cross_* and past_* -> logits (B, N, V), present_*."""
-        pairs = list(zip(caches[::2], caches[1::2], strict=True))
-        cross, past = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        cross, past = halves(list(zip(caches[::2], caches[1::2], strict=True)))
         state = State(padding_mask(src, self.model.config.pad_id), cross, past)
         logits, state = self.model.step(tgt, state)
         return [logits, *(part for pair in state.past for part in pair)]
@@ -314,8 +318,7 @@ def loop(op: OpBuilder, max_len: Value, body: Callable, *state: Value) -> list:
 def greedy(op: OpBuilder, inputs: list[Value], traced: Callable, config: TransformerConfig) -> list[Value]:
     """greedy_search in ONNX operators: src, max_len -> tokens."""
     src, max_len = inputs
-    caches = call(op, traced("encoder"), src)
-    cross, past = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+    cross, past = halves(call(op, traced("encoder"), src))
 
     def step(op, number, tokens, ended, *past):
         logits, *past = call(op, traced("decoder"), op.Slice(tokens, [-1], [END], [1]), src, *cross, *past)
@@ -348,7 +351,7 @@ def beam(
     row = op.Unsqueeze(op.Range(0, op.Squeeze(n_rows), 1), [1])  # (B, 1)
     repeated = op.Reshape(op.Expand(row, [1, beam_size]), [-1])  # (B beam,): rows, each beam_size times
     src, *caches = (op.Gather(value, repeated) for value in (src, *call(op, traced("encoder"), src)))
-    cross, past = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+    cross, past = halves(caches)
     first_alive, first_of_three = op.Mul(row, beam_size), op.Mul(row, 3 * beam_size)
     pads = op.Expand(config.pad_id, op.Concat(n_rows, [beam_size, 1], axis=0))
 

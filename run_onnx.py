@@ -223,10 +223,10 @@ def main(argv: list[str] | None = None) -> int:
         facts, sources = metadata(sessions[-1]), read_sources(options.ids)
         eos_id, pad_id = int(facts["eos_id"]), int(facts["pad_id"])
         sources = [ids if options.raw or ids[-1] == eos_id else [*ids, eos_id] for ids in sources]
-        pad(sources, facts)  # says what is wrong before any work
+        padded = pad(sources, facts)  # says what is wrong before any work
         batches, texts, n_printed, n_done = [], {}, 0, 0
         for chosen in batched(sources, options.batch):
-            src = pad([sources[i] for i in chosen], facts)
+            src = padded[:, : max(len(sources[i]) for i in chosen)][chosen]
             max_len = src.shape[1] + 50 if options.max_len is None else options.max_len
             batches.append((src, max_len, search(sessions, src, max_len)))
             texts |= zip(chosen, answers(pad_id, *batches[-1][2]), strict=True)

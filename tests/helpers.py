@@ -28,6 +28,21 @@ def ending_model(seed: int, spread: float = 1.0, **options) -> Transformer:
     return small_model(seed, spread=spread, eos_id=liked, **options)
 
 
+def body_of(graph):
+    """The body of the one Loop of an ONNX graph."""
+    (body,) = [node.attribute[0].g for node in graph.node if node.op_type == "Loop"]
+    return body
+
+
+def nodes_of(graph):
+    """All nodes of an ONNX graph, those inside Loop bodies too."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+
+
 def ragged(lengths: list[int], vocab_size: int = 13, seed: int = 0) -> torch.Tensor:
     """Random sources of these lengths, eos last, padded on the right: (B, longest)."""
     torch.manual_seed(seed)

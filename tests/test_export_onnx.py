@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from conftest import export
-from helpers import ending_model, ragged, small_model
+from helpers import body_of, ending_model, nodes_of, ragged, small_model
 
 import export_onnx
 import transformer
@@ -61,15 +61,6 @@ def test_inputs_outputs_and_axes_are_the_documented_ones(exported):
         assert [(o.name, o.shape) for o in loaded.get_outputs()] == list(outputs.items())
         for value in (*loaded.get_inputs(), *loaded.get_outputs()):
             assert value.type == ("tensor(int64)" if value.name in ids else "tensor(float)")
-
-
-def nodes_of(graph):
-    """All nodes, those inside Loop bodies too."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from nodes_of(attribute.g)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,7 +284,7 @@ def test_no_name_of_a_loops_body_is_used_outside(exported):
     """OpenVINO would drop the body's inputs, and onnx's checker does not notice."""
     for kind in ("greedy", "beam"):
         graph = onnx.load(exported[0] / f"{kind}.onnx").graph
-        (body,) = [node.attribute[0].g for node in graph.node if node.op_type == "Loop"]
+        body = body_of(graph)
         outside = {name for node in graph.node for name in node.output}
         outside |= {value.name for value in (*graph.input, *graph.initializer)}
         inside = [value.name for value in body.input]
@@ -305,7 +296,7 @@ def test_nothing_in_a_loops_body_is_the_same_at_every_step(exported):
     """Of what reads only constants and values from outside, nothing is left inside."""
     for kind in ("greedy", "beam"):
         graph = onnx.load(exported[0] / f"{kind}.onnx").graph
-        (body,) = [node.attribute[0].g for node in graph.node if node.op_type == "Loop"]
+        body = body_of(graph)
         inside = {value.name for value in body.input} | {name for node in body.node for name in node.output}
         assert not [node.name for node in body.node if inside.isdisjoint(node.input)]
         products = [node.input for node in body.node if node.op_type == "MatMul"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import nodes_of
 
 ROOT = Path(__file__).parents[1]
 CAPS = {"transformer.py": 340, "train_copy.py": 170, "export_onnx.py": 650, "run_onnx.py": 255}
@@ -151,7 +152,5 @@ def test_the_operators_in_docs_are_those_in_the_graphs(exported):
         r"(\d+) operators: (.*?)\.\n", (ROOT / "docs" / "onnx.md").read_text(encoding="utf-8"), re.DOTALL
     )
     graphs = [onnx.load(path).graph for path in exported[0].glob("*.onnx")]
-    nodes = [node for graph in graphs for node in graph.node]
-    nodes += [inner for node in nodes if node.op_type == "Loop" for inner in node.attribute[0].g.node]
-    found = {node.op_type for node in nodes}
+    found = {node.op_type for graph in graphs for node in nodes_of(graph)}
     assert set(re.findall(r"\w+", documented[2])) == found and int(documented[1]) == len(found)

@@ -39,7 +39,7 @@ def test_greedy_is_pytorchs_greedy_on_200_sources(exported, graph):
             np.testing.assert_array_equal(search(sessions, src, max_len)[0], expected)
 
 
-def test_pad_takes_lists_and_arrays(exported):
+def test_pad_takes_lists_and_arrays():
     batch = sources(3)
     src = pad(batch, FACTS)
     assert src.dtype == np.int64 and [[i for i in row if i != 3] for row in src.tolist()] == [

@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,11 +107,6 @@ def test_exact_match_counts_whole_rows(monkeypatch):
 
 
 # The script
-
-
-def run(*arguments, cwd):
-    command = [sys.executable, str(ROOT / "train_copy.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def test_the_copy_task_is_learned_from_any_folder(trained):
