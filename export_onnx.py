@@ -186,6 +186,29 @@ class Decoder(nn.Module):
         return [logits, *(part for pair in state.past for part in pair)]
 
 
+class Beams(Decoder):
+    """Decoder for the hypotheses of beam search: they are the queries, and attend to one pool of keys.
+
+    A step adds a key a hypothesis to the pool; ancestors says whose history a key belongs to. So no cache
+    is ever reordered, and memory is not repeated.
+    """
+
+    def forward(self, alive: Tensor, ancestors: Tensor, src: Tensor, *caches: Tensor) -> list[Tensor]:
+        """(B, K, 1 + P), bool (B, K, K P), (B, S), caches -> logits (B, K, V), ancestors, present_*."""
+        model, (batch, beam_size, length) = self.model, alive.shape
+        x = model.embed(model.tgt_embedding, alive[:, :, -1].reshape(-1, 1), length - 1)
+        x = x.reshape(batch, beam_size, -1)
+        own = torch.eye(beam_size, dtype=torch.bool).expand(batch, -1, -1)
+        ancestors, present = torch.cat((ancestors, own), dim=2), []
+        src_mask, mask = padding_mask(src, model.config.pad_id), ancestors[:, None]
+        cross, past = halves(list(zip(caches[::2], caches[1::2], strict=True)))
+        for layer, (past_key, past_value), memory in zip(model.decoder, past, cross, strict=True):
+            key, value = layer.self_attn.keys_values(x)
+            present.append((torch.cat((past_key, key), dim=2), torch.cat((past_value, value), dim=2)))
+            x = layer(x, present[-1], mask, memory, src_mask)
+        return [model.projection(x), ancestors, *(part for pair in present for part in pair)]
+
+
 Axes = tuple[str | int, ...]  # a name is a dynamic axis, a number a fixed one
 
 
@@ -217,6 +240,14 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
         "forward": Graph(model, src | tgt, logits),
         "encoder": Graph(Encoder(model), src, cross | caches("past", 0)),
         "decoder": Graph(Decoder(model), new | src | cross | past, new_logits | present),
+        "beams": Graph(
+            Beams(model),
+            {"alive": ("batch", beam_size, "tgt_len"), "ancestors": ("batch", beam_size, "past_len")}
+            | src
+            | cross
+            | past,
+            {"logits": ("batch", beam_size, n_ids), "ancestors_": ("batch", beam_size, "total_len")} | present,
+        ),
         "greedy": Graph(lambda *ids: greedy_search(model, *ids), src | max_len, tokens),
         "beam": Graph(lambda *ids: beam_search(model, *ids, **options), src | max_len, beams),
     }
@@ -234,7 +265,9 @@ def example(graph: Graph, model: Transformer, sizes: tuple[int, ...], seed: int 
         shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
         if name == "max_len":
             inputs.append(tgt_len)
-        elif len(shape) == 2:
+        elif name == "ancestors":
+            inputs.append(torch.randint(2, shape, generator=random).bool())
+        elif len(shape) == 2 or name == "alive":
             inputs.append(torch.randint(config.src_vocab_size, shape, generator=random))
         else:
             inputs.append(torch.randn(shape, generator=random).to(model.encoder[0].norm_ffn.weight.dtype))
@@ -262,7 +295,7 @@ def trace(name: str, graph: Graph, model: Transformer) -> Model:
     dynamic = [
         {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)} for axes in graph.inputs.values()
     ]
-    n_ids = sum(len(axes) == 2 for axes in graph.inputs.values())
+    n_ids = sum(len(axes) < 4 for axes in graph.inputs.values())
     caches = [tuple(dynamic[n_ids:])] if len(dynamic) > n_ids else []  # *caches is one argument
     with quiet():
         onnx_model = torch.onnx.export(
@@ -315,6 +348,24 @@ def loop(op: OpBuilder, max_len: Value, body: Callable, *state: Value) -> list:
     return op.Loop(max_len, True, *state, body=graph, _outputs=len(state))
 
 
+def top(op: OpBuilder, scores: Value, n_best: int, n_ids: int) -> list[Value]:
+    """(B, K, V) -> the best scores and their ids, 2 x (B, K, n_best), best first, ties to the lower id.
+
+    They stand in the n_best blocks with the highest maxima: only these are sorted, not all of V.
+    """
+    widths = [width for width in range(2, n_ids // n_best + 1) if n_ids % width == 0]
+    if not widths:
+        return op.TopK(scores, [n_best], _outputs=2)
+    width = min(widths, key=lambda width: abs(width - math.sqrt(n_ids)))
+    blocks = op.Reshape(scores, [0, 0, n_ids // width, width])
+    _, block = op.TopK(op.ReduceMax(blocks, [3], keepdims=0), [n_best], _outputs=2)
+    block, _ = op.TopK(block, [n_best], largest=0, _outputs=2)  # in their order, for ties
+    within = op.GatherElements(blocks, op.Expand(op.Unsqueeze(block, [3]), [1, 1, 1, width]), axis=2)
+    best, index = op.TopK(op.Reshape(within, [0, 0, n_best * width]), [n_best], _outputs=2)
+    block = op.GatherElements(block, op.Div(index, width), axis=2)
+    return [best, op.Add(op.Mul(block, width), op.Mod(index, width))]
+
+
 def greedy(op: OpBuilder, inputs: list[Value], traced: Callable, config: TransformerConfig) -> list[Value]:
     """greedy_search in ONNX operators: src, max_len -> tokens."""
     src, max_len = inputs
@@ -322,7 +373,8 @@ def greedy(op: OpBuilder, inputs: list[Value], traced: Callable, config: Transfo
 
     def step(op, number, tokens, ended, *past):
         logits, *past = call(op, traced("decoder"), op.Slice(tokens, [-1], [END], [1]), src, *cross, *past)
-        token = op.Where(ended, config.pad_id, op.ArgMax(logits, axis=-1, keepdims=0))
+        _, token = top(op, logits, 1, config.tgt_vocab_size)
+        token = op.Where(ended, config.pad_id, op.Squeeze(token, [2]))
         ended = op.Or(ended, op.Equal(token, config.eos_id))
         goes_on = op.Equal(op.ReduceMin(op.Cast(ended, to=DataType.INT64), keepdims=0), 0)
         return goes_on, op.Concat(tokens, token, axis=1), ended, *past
@@ -349,23 +401,21 @@ def beam(
     n_best = min(2 * beam_size, config.tgt_vocab_size)
     n_rows = op.Shape(src, end=1)
     row = op.Unsqueeze(op.Range(0, op.Squeeze(n_rows), 1), [1])  # (B, 1)
-    repeated = op.Reshape(op.Expand(row, [1, beam_size]), [-1])  # (B beam,): rows, each beam_size times
-    src, *caches = (op.Gather(value, repeated) for value in (src, *call(op, traced("encoder"), src)))
-    cross, past = halves(caches)
+    cross, past = halves(call(op, traced("encoder"), src))
     first_alive, first_of_three = op.Mul(row, beam_size), op.Mul(row, 3 * beam_size)
     pads = op.Expand(config.pad_id, op.Concat(n_rows, [beam_size, 1], axis=0))
 
     def penalty(op, length):
         return op.Pow(op.Div(op.Add(op.Cast(length, to=DataType.FLOAT), 5.0), 6.0), alpha)
 
-    def step(op, number, ids, scores, *past):
+    def step(op, number, ids, scores, ancestors, *past):
         (ended, alive), (done, sums) = (op.Split(x, axis=1, num_outputs=2, _outputs=2) for x in (ids, scores))
-        tgt = op.Flatten(op.Slice(alive, [-1], [END], [2]), axis=2)
-        logits, *past = call(op, traced("decoder"), tgt, src, *cross, *past)  # (B beam, 1, V)
-        logits = op.Cast(logits, to=DataType.FLOAT)
-        best, token = op.TopK(logits, [n_best], _outputs=2)
-        log_probs = op.Sub(best, op.ReduceLogSumExp(logits, [-1]))
-        log_probs = op.Add(op.Reshape(sums, [-1, 1, 1]), log_probs)
+        logits, ancestors, *past = call(op, traced("beams"), alive, ancestors, src, *cross, *past)
+        logits = op.Cast(logits, to=DataType.FLOAT)  # (B, beam, V)
+        best, token = top(op, logits, n_best, config.tgt_vocab_size)
+        likeliest = [op.Slice(x, [0], [1], [2]) for x in (best, token)]
+        likeliest[1] = op.Log(op.GatherElements(op.Softmax(logits, axis=-1), likeliest[1], axis=2))
+        log_probs = op.Add(op.Sub(best, likeliest[0]), op.Add(likeliest[1], op.Unsqueeze(sums, [2])))
         best, index = op.TopK(op.Reshape(log_probs, [-1, beam_size * n_best]), [2 * beam_size], _outputs=2)
         token = op.GatherElements(op.Reshape(token, [-1, beam_size * n_best]), index, axis=1)  # (B, 2 beam)
         parent = op.Add(first_alive, op.Div(index, n_best))
@@ -380,14 +430,14 @@ def beam(
         three = op.Concat(op.Concat(ended, pads, axis=2), grown, axis=1)  # (B, 3 beam, 1 + length)
         kept = op.Add(first_of_three, op.Concat(keep, op.Add(on, beam_size), axis=1))
         ids, scores = op.Gather(op.Flatten(three, axis=2), kept), op.Concat(done, sums, axis=1)
-        source = op.Reshape(op.GatherElements(parent, on, axis=1), [-1])
-        past = [op.Gather(value, source) for value in past]
-        return op.Equal(op.ReduceMin(done, keepdims=0), LOWEST), ids, scores, *past
+        ancestors = op.Gather(op.Flatten(ancestors, axis=2), op.GatherElements(parent, on, axis=1))
+        return op.Equal(op.ReduceMin(done, keepdims=0), LOWEST), ids, scores, ancestors, *past
 
     ids = op.Expand(config.bos_id, op.Concat(n_rows, [2 * beam_size, 1], axis=0))
     scores = [LOWEST] * beam_size + [0.0] + [LOWEST] * (beam_size - 1)
     scores = op.Expand(scores, op.Concat(n_rows, [1], axis=0))
-    ids, scores, *_ = loop(op, max_len, step, ids, scores, *past)
+    ancestors = op.Expand(True, op.Concat(n_rows, [beam_size, 0], axis=0))
+    ids, scores, *_ = loop(op, max_len, step, ids, scores, ancestors, *past)
     ids = op.Slice(ids, [1], [END], [2])
     done, sums = op.Split(scores, axis=1, num_outputs=2, _outputs=2)
     unended = op.Where(op.Greater(sums, LOWEST), op.Div(sums, penalty(op, op.Shape(ids, start=2))), LOWEST)
