@@ -6,7 +6,6 @@ model, Marian for optimum-onnx. load(...) -> decode(sources, max_len) -> the fir
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the four file
 import run_onnx
 from transformer import (
     DecoderLayer,
-    EncoderLayer,
     Transformer,
     beam_search,
     greedy_search,
@@ -34,6 +32,31 @@ Decode = Callable[[list[list[int]], int], list[list[int]]]
 def cut(tokens: np.ndarray, pad_id: int) -> list[list[int]]:
     """(B, T) -> each row up to its padding."""
     return [[int(token) for token in row if token != pad_id] for row in tokens]
+
+
+def teach_to_end(model: Transformer, src: torch.Tensor, lengths: torch.Tensor) -> list[int]:
+    """Fit the row of eos so that greedy search of these sources ends at about these lengths -> at which.
+
+    Least squares, on the states before the projection: eos must win at the end and lose before it.
+    """
+    states, eos_id = [], model.config.eos_id
+    hook = model.projection.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
+    with torch.no_grad():
+        model.projection.weight[eos_id] = 0
+    greedy_search(model, src, int(lengths.max()))
+    hook.remove()
+    x = torch.stack(states, dim=1).double()  # (B, T, d_model)
+    highest = (x @ model.projection.weight.detach().double().T).amax(dim=-1)
+    place, end = torch.arange(x.size(1)), lengths[:, None] - 1
+    wanted = highest + torch.where(place == end, 5.0, -5.0)
+    weight = torch.where(place == end, 30.0, torch.where(place < end, 1.0, 0.0)).sqrt()
+    a, b = (x * weight[..., None]).flatten(0, 1), (wanted * weight).flatten()
+    fitted = torch.linalg.solve(a.T @ a + 0.1 * torch.eye(x.size(2), dtype=torch.double), a.T @ b)
+    with torch.no_grad():
+        model.projection.weight[eos_id] = fitted.float()
+    return [
+        len(ids) for ids in cut(greedy_search(model, src, int(lengths.max())).numpy(), model.config.pad_id)
+    ]
 
 
 # Ours
@@ -60,7 +83,11 @@ def load_pytorch(folder: Path, search: str, precision: str, device: str, threads
 
     def decode(sources: list[list[int]], max_len: int) -> list[list[int]]:
         src = torch.from_numpy(run_onnx.pad(sources, facts)).to(device)
-        tokens = greedy_search(model, src, max_len) if search == "greedy" else beam_search(model, src, max_len)[0][:, 0]
+        tokens = (
+            greedy_search(model, src, max_len)
+            if search == "greedy"
+            else beam_search(model, src, max_len)[0][:, 0]
+        )
         return cut(tokens.cpu().numpy(), model.config.pad_id)
 
     return decode
@@ -71,7 +98,6 @@ def load_pytorch(folder: Path, search: str, precision: str, device: str, threads
 
 def to_ctranslate2(model: Transformer, folder: Path) -> None:
     """Our weights as its TransformerSpec: q, k and v are one matrix there, and so are k and v of memory."""
-    import ctranslate2
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
@@ -112,7 +138,12 @@ def to_ctranslate2(model: Transformer, folder: Path) -> None:
     vocabularies = [[str(i) for i in range(n)] for n in (config.src_vocab_size, config.tgt_vocab_size)]
     spec.register_source_vocabulary(vocabularies[0])
     spec.register_target_vocabulary(vocabularies[1])
-    names = dict(bos_token=config.bos_id, eos_token=config.eos_id, decoder_start_token=config.bos_id, unk_token=config.pad_id)
+    names = dict(
+        bos_token=config.bos_id,
+        eos_token=config.eos_id,
+        decoder_start_token=config.bos_id,
+        unk_token=config.pad_id,
+    )
     for name, token in names.items():
         setattr(spec.config, name, str(token))
     spec.validate()
@@ -172,12 +203,14 @@ def to_marian(model: Transformer, folder: Path) -> None:
             forced_eos_token_id=None,
         )
     ).eval()
+    renamed = {"self_attn": "self_attn", "cross_attn": "encoder_attn"}
     renamed = {
-        "self_attn.w_q": "self_attn.q_proj", "self_attn.w_k": "self_attn.k_proj", "self_attn.w_v": "self_attn.v_proj",
-        "self_attn.w_o": "self_attn.out_proj", "cross_attn.w_q": "encoder_attn.q_proj", "cross_attn.w_k": "encoder_attn.k_proj",
-        "cross_attn.w_v": "encoder_attn.v_proj", "cross_attn.w_o": "encoder_attn.out_proj", "ffn.w_1": "fc1", "ffn.w_2": "fc2",
-        "norm_self": "self_attn_layer_norm", "norm_cross": "encoder_attn_layer_norm", "norm_ffn": "final_layer_norm",
-    }  # fmt: skip
+        f"{ours}.w_{letter}": f"{its}.{'out' if letter == 'o' else letter}_proj"
+        for ours, its in renamed.items()
+        for letter in "qkvo"
+    }
+    renamed |= {"ffn.w_1": "fc1", "ffn.w_2": "fc2", "norm_self": "self_attn_layer_norm"}
+    renamed |= {"norm_cross": "encoder_attn_layer_norm", "norm_ffn": "final_layer_norm"}
     halved = torch.arange(config.d_model).view(-1, 2).T.flatten()  # its sines come first, then all cosines
     shared = model.src_embedding.weight.detach()[:, halved]
     weights = {name: torch.zeros_like(value) for name, value in marian.state_dict().items()}
@@ -189,12 +222,17 @@ def to_marian(model: Transformer, folder: Path) -> None:
                 value = value[:, halved] if reads else value if module == "ffn.w_1" else value[halved]
                 weights[f"model.{side}.layers.{i}.{renamed[module]}.{kind}"] = value
         weights[f"model.{side}.embed_tokens.weight"] = shared
-        weights[f"model.{side}.embed_positions.weight"] = positional_encoding(torch.arange(LONGEST), config.d_model)[:, halved]
+        weights[f"model.{side}.embed_positions.weight"] = positional_encoding(
+            torch.arange(LONGEST), config.d_model
+        )[:, halved]
     weights["model.shared.weight"] = weights["lm_head.weight"] = shared
     marian.load_state_dict(weights)
     marian.save_pretrained(folder / "marian")
-    command = "optimum.exporters.onnx", "--model", str(folder / "marian"), "--task", "text2text-generation-with-past"
-    subprocess.run([sys.executable, "-m", *command, str(folder / "optimum")], check=True)
+    command = [sys.executable, "-m", "optimum.exporters.onnx", "--model", str(folder / "marian")]
+    command += ["--task", "text2text-generation-with-past", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"optimum could not export: {done.stderr[-500:]}")
 
 
 def load_optimum(folder: Path, search: str, precision: str, device: str, threads: int) -> Decode:
@@ -205,19 +243,34 @@ def load_optimum(folder: Path, search: str, precision: str, device: str, threads
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     torch.set_num_threads(threads)
-    model = ORTModelForSeq2SeqLM.from_pretrained(folder / "optimum", session_options=options, provider=run_onnx.PROVIDERS[device])
+    model = ORTModelForSeq2SeqLM.from_pretrained(
+        folder / "optimum", session_options=options, provider=run_onnx.PROVIDERS[device]
+    )
     pad_id = model.config.pad_token_id
     facts = dict(pad_id=pad_id, src_vocab_size=model.config.vocab_size)
 
     def decode(sources: list[list[int]], max_len: int) -> list[list[int]]:
         src = torch.from_numpy(run_onnx.pad(sources, facts)).to(device)
-        options = dict(num_beams=1) if search == "greedy" else dict(num_beams=4, length_penalty=0.6, early_stopping=True)
+        options = (
+            dict(num_beams=1)
+            if search == "greedy"
+            else dict(num_beams=4, length_penalty=0.6, early_stopping=True)
+        )
         tokens = model.generate(
-            input_ids=src, attention_mask=(src != pad_id).long(), max_new_tokens=max_len, do_sample=False, **options
+            input_ids=src,
+            attention_mask=(src != pad_id).long(),
+            max_new_tokens=max_len,
+            do_sample=False,
+            **options,
         )
         return cut(tokens[:, 1:].cpu().numpy(), pad_id)
 
     return decode
 
 
-ENGINES = {"onnx": load_onnx, "pytorch": load_pytorch, "ctranslate2": load_ctranslate2, "optimum": load_optimum}
+ENGINES = {
+    "onnx": load_onnx,
+    "pytorch": load_pytorch,
+    "ctranslate2": load_ctranslate2,
+    "optimum": load_optimum,
+}
