@@ -442,8 +442,8 @@ def beam(
     done, sums = op.Split(scores, axis=1, num_outputs=2, _outputs=2)
     unended = op.Where(op.Greater(sums, LOWEST), op.Div(sums, penalty(op, op.Shape(ids, start=2))), LOWEST)
     scores = op.Concat(done, unended, axis=1)
-    is_there = op.Cast(op.Greater(scores, LOWEST), to=DataType.FLOAT)
-    _, place = op.TopK(is_there, [beam_size], _outputs=2)  # moves the empty places to the end
+    turn = [-float(i) for i in range(2 * beam_size)]  # in this order, but the empty places come last
+    _, place = op.TopK(op.Where(op.Greater(scores, LOWEST), turn, LOWEST), [beam_size], _outputs=2)
     scores = op.GatherElements(scores, place, axis=1)
     tokens = op.Gather(op.Flatten(ids, axis=2), op.Add(op.Mul(row, 2 * beam_size), place))
     return [op.Where(op.Equal(op.Unsqueeze(scores, [2]), LOWEST), config.pad_id, tokens), scores]
