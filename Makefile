@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow lint plots clean
+.PHONY: demo test slow lint plots bench bench-cuda clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -28,6 +28,13 @@ lint: .venv/installed
 
 plots: .venv/installed
 	$(BIN)/python examples/plots.py copy.pt
+
+bench: .venv/installed  # 25 minutes with nothing else running; writes docs/performance.md
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,plot,bench]'
+	$(BIN)/python bench/speed.py
+
+bench-cuda:  # in an environment that holds onnxruntime-gpu and a torch for CUDA; writes docs/performance-cuda.md
+	$(PYTHON) bench/speed.py --device cuda
 
 clean:
 	rm -rf .venv copy.pt onnx *.egg-info

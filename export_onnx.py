@@ -221,7 +221,7 @@ class Graph(NamedTuple):
 
 
 def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[str, Graph]:
-    """The table of docs/onnx.md: what each graph is, takes and gives. Ids have two axes, max_len none."""
+    """The table of docs/onnx.md, and beams, which only beam is composed of. Caches have four axes."""
     config = model.config
     heads, d_k, n_ids = config.n_heads, config.d_model // config.n_heads, config.tgt_vocab_size
 
@@ -235,6 +235,7 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
     cross, past = caches("cross", "src_len"), caches("past", "past_len")
     present, tokens = caches("present", "total_len"), {"tokens": ("batch", "tgt_len")}
     beams = {"tokens": ("batch", beam_size, "tgt_len"), "scores": ("batch", beam_size)}
+    alive = {"alive": ("batch", beam_size, "tgt_len")}
     options = dict(beam_size=beam_size, alpha=alpha)
     return {
         "forward": Graph(model, src | tgt, logits),
@@ -242,11 +243,10 @@ def graphs(model: Transformer, beam_size: int = 4, alpha: float = 0.6) -> dict[s
         "decoder": Graph(Decoder(model), new | src | cross | past, new_logits | present),
         "beams": Graph(
             Beams(model),
-            {"alive": ("batch", beam_size, "tgt_len"), "ancestors": ("batch", beam_size, "past_len")}
-            | src
-            | cross
-            | past,
-            {"logits": ("batch", beam_size, n_ids), "ancestors_": ("batch", beam_size, "total_len")} | present,
+            alive | {"past_ancestors": ("batch", beam_size, "past_len")} | src | cross | past,
+            {"logits": ("batch", beam_size, n_ids)}
+            | {"present_ancestors": ("batch", beam_size, "total_len")}
+            | present,
         ),
         "greedy": Graph(lambda *ids: greedy_search(model, *ids), src | max_len, tokens),
         "beam": Graph(lambda *ids: beam_search(model, *ids, **options), src | max_len, beams),
@@ -265,9 +265,9 @@ def example(graph: Graph, model: Transformer, sizes: tuple[int, ...], seed: int 
         shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
         if name == "max_len":
             inputs.append(tgt_len)
-        elif name == "ancestors":
+        elif name == "past_ancestors":
             inputs.append(torch.randint(2, shape, generator=random).bool())
-        elif len(shape) == 2 or name == "alive":
+        elif len(shape) < 4:
             inputs.append(torch.randint(config.src_vocab_size, shape, generator=random))
         else:
             inputs.append(torch.randn(shape, generator=random).to(model.encoder[0].norm_ffn.weight.dtype))

@@ -266,8 +266,9 @@ def answers_that_end(bench: Bench) -> list[str]:
     figures = ", ".join(f"{LABELS[name]} {timing.ratio(name)[0]:.2f}" for name in names)
     return [
         f"A batch of {batch} whose answers have {min(lengths)} to {max(lengths)} ids, "
-        f"{sum(lengths) / batch:.0f} in the mean (eos was fitted to the states of the random model), greedy, float32: "
-        f"{1e3 * timing.median('onnx'):.0f} ms; the peer's time over ours: {figures}."
+        f"{sum(lengths) / batch:.0f} in the mean (eos was fitted to the states of the random model), greedy, "
+        f"float32: {1e3 * timing.median('onnx'):.0f} ms; the peer's time over ours: {figures}. "
+        "CTranslate2 drops rows that have ended; our graph can't without losing more (docs/design.md)."
     ]
 
 
@@ -363,14 +364,14 @@ def roofline(bench: Bench) -> list[str]:
     running["onnx"].close()
     least = n_weights * 4 / bandwidth, 32 * n_products / peak
     return [
-        f"A step reads {4e-6 * n_weights:.0f} MB of weights, and multiplies by {1e-6 * n_products:.1f} million "
-        "of them for each row.",
+        f"A step reads {4e-6 * n_weights:.0f} MB of weights, and multiplies each row by "
+        f"{1e-6 * n_products:.1f} million of them.",
         "",
         "| greedy, float32 | a step | at least | share |",
         "|---|---|---|---|",
         f"| batch 1, bound by memory: {1e-9 * bandwidth:.1f} GB/s (such a matrix times a vector) "
         f"| {1e3 * step[1]:.2f} ms | {1e3 * least[0]:.2f} ms | {least[0] / step[1]:.0%} |",
-        f"| batch 32, bound by arithmetic: {1e-9 * peak:.0f} billion products a second (a 2048 x 2048 square) "
+        f"| batch 32, bound by arithmetic: {1e-9 * peak:.0f} billion products a second (2048 x 2048 squared) "
         f"| {1e3 * step[32]:.2f} ms | {1e3 * least[1]:.2f} ms | {least[1] / step[32]:.0%} |",
     ]
 
@@ -534,7 +535,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds is {options.rounds}, --threads {options.threads}; both must be at least 1")
     on_cuda = options.device == "cuda"
     if on_cuda and ((reason := run_onnx.why_no_cuda()) or not torch.cuda.is_available()):
-        parser.error(f"CUDA can't be had: {reason or 'this torch is built without it'}")
+        parser.error(f"--device cuda can't be had: {reason or 'this torch is built without it'}")
     peers = options.peers
     if peers is None:
         needs = {"ctranslate2": "ctranslate2", "pytorch": "torch", "optimum": "optimum.onnxruntime"}

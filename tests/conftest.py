@@ -21,7 +21,7 @@ def trace_once():
 
     def trace(name, graph, model):
         weights = (weight.numpy(force=True).tobytes() for weight in model.state_dict().values())
-        key = (name, model.config, hashlib.sha256(b"".join(weights)).digest())
+        key = (name, model.config, str(graph.inputs), hashlib.sha256(b"".join(weights)).digest())
         if key not in known:
             known[key] = real(name, graph, model)
         return known[key]

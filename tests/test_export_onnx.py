@@ -97,7 +97,8 @@ def test_each_weight_is_stored_once(exported, kind):
     constants = {node.input[1] for node in nodes_of(proto.graph) if node.op_type == "Reshape"}
     for weight in proto.graph.initializer:  # no traced size is a target of a Reshape
         if weight.name in constants:
-            assert not set(onnx.numpy_helper.to_array(weight).tolist()) & set(TRACED)
+            sizes = set(onnx.numpy_helper.to_array(weight).tolist()) - {model.config.n_heads}
+            assert not sizes & set(TRACED)
 
 
 def test_the_step_does_not_project_memory_again(exported):
@@ -167,16 +168,19 @@ def test_half_precision_is_proved_in_half_precision(exported, tmp_path):
 
 
 class Composer:
-    """Composes any search of a model; encoder and decoder are traced once."""
+    """Composes any search of a model; what it is composed of is traced once."""
 
     def __init__(self, model, int8=False):
         self.model, self.source = model, export_onnx.stored(model, int8)
-        self.traced = lambda name: export_onnx.trace(name, graphs(self.source)[name], self.source)
 
     def __call__(self, folder, name, *beams):
         beams = beams or (4, 0.6)
-        graph = graphs(self.model, *beams)[name]
-        onnx_model = export_onnx.build(name, graph, self.traced, self.model.config, *beams)
+        graph, table = graphs(self.model, *beams)[name], graphs(self.source, *beams)
+
+        def traced(part):
+            return export_onnx.trace(part, table[part], self.source)
+
+        onnx_model = export_onnx.build(name, graph, traced, self.model.config, *beams)
         export_onnx.keeps_contract(graph, onnx_model, self.model)
         export_onnx.onnx_ir.save(onnx_model, folder / f"{name}.onnx")
         onnx.checker.check_model(str(folder / f"{name}.onnx"), full_check=True)
@@ -265,10 +269,10 @@ def test_100_calls_of_changing_shape(exported, kind):
             np.testing.assert_allclose(output, wanted.numpy(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3, 20])
-def test_ties_go_to_the_lower_id(tmp_path, beam_size):
-    """Every id is as likely as any other, and there may be fewer ids than candidates."""
-    model = small_model(n_layers=1)
+@pytest.mark.parametrize("beam_size, vocab_size", [(1, 30), (3, 13), (20, 30)])
+def test_ties_go_to_the_lower_id(tmp_path, beam_size, vocab_size):
+    """Every id is as likely as any other, and there may be fewer ids than candidates; 13 has no blocks."""
+    model = small_model(n_layers=1, vocab_size=vocab_size)
     with torch.no_grad():
         model.projection.weight.zero_()
     graph, path = Composer(model)(tmp_path, "beam", beam_size, 0.6)
@@ -278,6 +282,23 @@ def test_ties_go_to_the_lower_id(tmp_path, beam_size):
         outputs, (tokens, scores) = runner(src.numpy(), np.array(max_len)), graph.reference(src, max_len)
         np.testing.assert_array_equal(outputs[0], tokens.numpy())
         np.testing.assert_allclose(outputs[1], scores.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("n_ids", [2, 7, 12, 36, 350, 1024])
+@pytest.mark.parametrize("n_best", [1, 2, 8])
+def test_the_best_are_found_in_the_best_blocks(n_ids, n_best):
+    """top against a stable sort, with hardly any two ids alike, with many, and with all."""
+    n_best = min(n_best, n_ids)
+    scores = export_onnx.onnx_ir.val("scores", export_onnx.DataType.FLOAT, ["batch", "beam", n_ids])
+    graph = export_onnx.onnx_ir.Graph([scores], [], nodes=[], opset_imports={"": 18}, name="top")
+    graph.outputs.extend(export_onnx.top(export_onnx.GraphBuilder(graph).op, scores, n_best, n_ids))
+    model = export_onnx.onnx_ir.to_proto(export_onnx.Model(graph, ir_version=8))
+    run = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run
+    for n_levels in (10**6, 3, 1):
+        values = np.random.default_rng(0).integers(0, n_levels, (3, 2, n_ids)).astype(np.float32)
+        best, ids = run(None, {"scores": values})
+        np.testing.assert_array_equal(ids, np.argsort(-values, axis=-1, kind="stable")[..., :n_best])
+        np.testing.assert_array_equal(best, np.take_along_axis(values, ids, axis=-1))
 
 
 def test_no_name_of_a_loops_body_is_used_outside(exported):

@@ -29,7 +29,7 @@ ARROWS = {
 }
 FILES = sorted(ARROWS)
 TOP_LEVEL = {
-    *FILES, "tests", "docs", "examples", ".ci",
+    *FILES, "bench", "tests", "docs", "examples", ".ci",
     "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", ".gitignore",
 }  # fmt: skip
 
