@@ -89,40 +89,58 @@ class Failed(Exception):
 
 
 class Matrix(nn.Module):
-    """A weight as the graphs store it: once, (in, out), for products as well as for looking columns up.
+    """A weight as the graphs store it, once: (in, out), a table of ids as (V, d_model), for lookups too.
 
     torch's exporter leaves it (out, in), and adds a transposed copy or leaves transposing to the runtime.
-    In int8 a column has a scale; what the matrix is multiplied by is rounded to 8 bits as it comes.
+    In int8 a column has a scale, what it is multiplied by is rounded to 8 bits as it comes, and as no
+    operator multiplies by a transposed integer matrix, tables are (d_model, V).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, int8: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, is_table: bool, int8: bool) -> None:
         super().__init__()
-        matrix, self.bias = weight.detach().T.contiguous(), bias
+        self.is_table, self.bias = is_table, bias
+        matrix = weight.detach() if is_table and not int8 else weight.detach().T.contiguous()
         scale = (matrix.abs().amax(0) / 127).clamp(min=torch.finfo(matrix.dtype).tiny) if int8 else None
         self.register_buffer("matrix", (matrix / scale).round().to(torch.int8) if int8 else matrix)
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, in) -> (B, T, out), or ids (B, T) -> (B, T, in)."""
-        matrix, scale, ops = self.matrix, self.scale, torch.onnx.ops
+        """(B, T, in) -> (B, T, out), or ids (B, T) -> (B, T, d_model)."""
         if not x.is_floating_point():
-            shape = (matrix.size(0), *x.shape)
-            columns = ops.symbolic("Gather", (matrix, x), {"axis": 1}, dtype=matrix.dtype, shape=shape)
-            rows = columns.permute(1, 2, 0)
-            return rows if scale is None else rows.float() * embedding(x, scale[:, None])
-        if scale is None:
-            product = x @ matrix
-        else:
-            x_int8, x_scale, x_zero = ops.symbolic_multi_out(
-                "DynamicQuantizeLinear",
-                (x,),
-                dtypes=(torch.uint8, x.dtype, torch.uint8),
-                shapes=(x.shape, (), ()),
-            )
-            shape, factors = (*x.shape[:-1], matrix.size(1)), (x_int8, matrix, x_zero)
-            product = ops.symbolic("MatMulInteger", factors, dtype=torch.int32, shape=shape)
-            product = product.float() * (x_scale * scale)
-        return product if self.bias is None else product + self.bias
+            return self.look_up(x)
+        if self.scale is not None:
+            product = self.multiply_int8(x)
+            return product if self.bias is None else product + self.bias
+        if self.bias is None and not self.is_table:
+            return x @ self.matrix
+        factors = (x.flatten(0, 1), self.matrix, *([] if self.bias is None else [self.bias]))
+        out = self.matrix.size(0 if self.is_table else 1)
+        product = torch.onnx.ops.symbolic(
+            "Gemm", factors, {"transB": int(self.is_table)}, dtype=x.dtype, shape=(factors[0].size(0), out)
+        )
+        return product.view(x.size(0), x.size(1), out)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, d_model)."""
+        if self.scale is None:
+            return embedding(ids, self.matrix)
+        shape = (self.matrix.size(0), *ids.shape)
+        columns = torch.onnx.ops.symbolic(
+            "Gather", (self.matrix, ids), {"axis": 1}, dtype=torch.int8, shape=shape
+        )
+        return columns.permute(1, 2, 0).float() * embedding(ids, self.scale[:, None])
+
+    def multiply_int8(self, x: Tensor) -> Tensor:
+        """(B, T, in) -> (B, T, out)."""
+        x_int8, x_scale, x_zero = torch.onnx.ops.symbolic_multi_out(
+            "DynamicQuantizeLinear",
+            (x,),
+            dtypes=(torch.uint8, x.dtype, torch.uint8),
+            shapes=(x.shape, (), ()),
+        )
+        shape, factors = (*x.shape[:-1], self.matrix.size(1)), (x_int8, self.matrix, x_zero)
+        product = torch.onnx.ops.symbolic("MatMulInteger", factors, dtype=torch.int32, shape=shape)
+        return product.float() * (x_scale * self.scale)
 
 
 class Part(nn.Module):
@@ -142,13 +160,15 @@ def stored(model: Transformer, int8: bool) -> Transformer:
     model, kept = copy.deepcopy(model), {}
     together = [(layer.self_attn, ("w_q", "w_k", "w_v")) for layer in (*model.encoder, *model.decoder)]
     for attn, names in together + [(layer.cross_attn, ("w_k", "w_v")) for layer in model.decoder]:
-        whole = Matrix(torch.cat([getattr(attn, name).weight for name in names]), None, int8)
+        weight = torch.cat([getattr(attn, name).weight for name in names])
+        whole = Matrix(weight, None, is_table=False, int8=int8)
         for number, name in enumerate(names):
             setattr(attn, name, Part(whole, number, len(names)))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, (nn.Linear, nn.Embedding)):
-                matrix = Matrix(child.weight, getattr(child, "bias", None), int8)
+                is_table = parent is model  # both embeddings and the projection, tied or not
+                matrix = Matrix(child.weight, getattr(child, "bias", None), is_table, int8)
                 setattr(parent, name, kept.setdefault(child.weight, matrix))
     return model
 
