@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from transformer import (
     State,
@@ -100,9 +100,19 @@ class Matrix(nn.Module):
         super().__init__()
         self.is_table, self.bias = is_table, bias
         matrix = weight.detach() if is_table and not int8 else weight.detach().T.contiguous()
-        scale = (matrix.abs().amax(0) / 127).clamp(min=torch.finfo(matrix.dtype).tiny) if int8 else None
+        scale = Matrix.scale_int8(matrix) if int8 else None
         self.register_buffer("matrix", (matrix / scale).round().to(torch.int8) if int8 else matrix)
         self.register_buffer("scale", scale)
+
+    @staticmethod
+    def scale_int8(matrix: Tensor) -> Tensor:
+        """(in, out) -> (out,): what one step of 8 bits stands for.
+
+        Without VNNI, processors add the products of two rows in 16 bits: 255 * (127 + 1) still fits.
+        """
+        pairs = pad(matrix, (0, 0, 0, matrix.size(0) % 2)).unflatten(0, (-1, 2))
+        most = torch.maximum(pairs.relu().sum(1), (-pairs).relu().sum(1)).amax(0)  # of one sign
+        return (most / 127).clamp(min=torch.finfo(matrix.dtype).tiny)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, in) -> (B, T, out), or ids (B, T) -> (B, T, d_model)."""

@@ -362,6 +362,21 @@ def test_int8_weights_are_8_bits_everywhere(exported, tmp_path):
         )
 
 
+@pytest.mark.parametrize("rows", [1, 6, 7])
+def test_int8_products_never_saturate(rows):
+    """Processors without VNNI add the products of two rows, 255 times a weight at most, in 16 bits."""
+    weight = torch.randn(50, rows, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0
+    weight[1], weight[2] = 0.3, -0.3
+    stored = export_onnx.Matrix(weight, None, False, int8=True)
+    assert ((stored.matrix * stored.scale).T - weight).abs().amax(1).le(0.501 * stored.scale).all()
+    pairs = np.pad(stored.matrix.numpy().astype(int), ((0, rows % 2), (0, 0))).reshape(-1, 2, 50)
+    for sign in (1, -1):
+        sums = (sign * pairs).clip(0).sum(1)
+        assert 255 * sums.max() < 2**15
+        assert sums.max() in (126, 127, 128)  # all of the room is used
+
+
 def test_int8_still_copies(trained, tmp_path):
     """Exact match of the copy task before and after, 500 unseen sequences."""
     model = load_checkpoint(trained[0])
