@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow lint plots bench bench-cuda clean
+.PHONY: demo test slow runtimes lint plots bench bench-cuda clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +21,11 @@ test: .venv/installed
 
 slow: .venv/installed  # base size, and code that torch.compile generates: some minutes, 3 GB
 	$(BIN)/python -m pytest tests -m slow
+
+runtimes: .venv/installed  # the graphs in OpenVINO, Node.js and Chromium, which must be there
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,test,plot,runtimes]'
+	npm ci --prefix tests/runtimes --ignore-scripts --no-audit --no-fund
+	REQUIRE_RUNTIMES=1 $(BIN)/python -m pytest tests/test_runtimes.py tests/test_examples.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
