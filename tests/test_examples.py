@@ -1,6 +1,6 @@
 """examples/web and examples/node: a browser is clicked through, and the twelve lines are run.
 
-Both are skipped where what they need (docs/runtimes.md) isn't installed; REQUIRE_RUNTIMES=1 makes that a failure.
+Skipped where Node.js, its packages or Chromium are missing; REQUIRE_RUNTIMES=1 makes that a failure.
 """
 
 import json
@@ -10,11 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import run_onnx
 from conftest import export
 from runtimes import javascript
+
+import run_onnx
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PICTURE = EXAMPLES.parent / "docs" / "web.png"

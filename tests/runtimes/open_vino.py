@@ -4,8 +4,8 @@ import openvino
 
 PACKAGE = "openvino"
 NOTES = (
-    "compile with `INFERENCE_PRECISION_HINT` = `f32`: the default may compute in bfloat16 or float16; read outputs "
-    "by name and copy them, the next inference reuses their memory"
+    "compile with `INFERENCE_PRECISION_HINT` = `f32`: the default may compute in bfloat16 or float16; "
+    "copy outputs, the next inference reuses their memory"
 )
 
 
