@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import small_model
 
 import export_onnx
@@ -29,6 +30,13 @@ def trace_once():
     export_onnx.trace = trace
     yield
     export_onnx.trace = real
+
+
+@pytest.fixture(autouse=True)
+def gradients_stay_on():
+    """A generator that yields within torch.no_grad() can leave them off for every later test."""
+    yield
+    assert torch.is_grad_enabled()
 
 
 def export(checkpoint, out, *options) -> tuple[int, str]:

@@ -62,8 +62,9 @@ def forward(load: Callable[[str], Run], model: Transformer) -> Iterator[tuple]:
     ]:
         src, tgt = source(model, lengths), source(model, [tgt_len] * len(lengths))
         logits = run({"src": src.numpy(), "tgt": tgt.numpy()})["logits"]
-        with torch.no_grad():
-            yield "logits", logits, model(src, tgt).numpy()
+        with torch.no_grad():  # never around a yield: it would hold for whoever runs in between
+            expected = model(src, tgt).numpy()
+        yield "logits", logits, expected
 
 
 def stepping(load: Callable[[str], Run], model: Transformer) -> Iterator[tuple]:
