@@ -439,6 +439,7 @@ def beam(
         return op.Pow(op.Div(op.Add(op.Cast(length, to=DataType.FLOAT), 5.0), 6.0), alpha)
 
     def step(op, number, ids, scores, ancestors, *past):
+        ids.shape = onnx_ir.Shape([None, 2 * beam_size, None])  # MNN's converter dies where it has to guess
         (ended, alive), (done, sums) = (op.Split(x, axis=1, num_outputs=2, _outputs=2) for x in (ids, scores))
         logits, ancestors, *past = call(op, traced("beams"), alive, ancestors, src, *cross, *past)
         logits = op.Cast(logits, to=DataType.FLOAT)  # (B, beam, V)
