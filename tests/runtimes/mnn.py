@@ -1,4 +1,4 @@
-"""MNN on the CPU, converted by its library: never its console script, which installs packages and reports usage."""
+"""MNN on the CPU. It is converted by the library: the console script installs packages and reports usage."""
 
 import subprocess
 import sys
@@ -9,8 +9,11 @@ import MNN.expr
 import numpy as np
 import onnx
 
-PACKAGE = "MNN"
-NOTES = "ids are int32; convert with the library's `_tools.mnnconvert`; load with `MNN.nn.load_module_from_file`"
+PACKAGE = "mnn"
+NOTES = (
+    "ids are int32; convert with `_tools.mnnconvert`, not the console script, which installs packages and "
+    "reports usage; run with `MNN.nn.load_module_from_file`"
+)
 CONVERT = "import sys, MNN, _tools; _tools.mnnconvert(['MNNConvert', *sys.argv[1:]])"
 
 

@@ -1,6 +1,10 @@
 """tinygrad on the CPU, whose kernels clang compiles."""
 
+import os
+
 import numpy as np
+
+os.environ.setdefault("DEV", "CPU")  # before it is imported: it would take a GPU
 from tinygrad import Tensor
 from tinygrad.nn.onnx import OnnxRunner
 

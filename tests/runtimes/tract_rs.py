@@ -5,16 +5,16 @@ import onnx
 import tract
 
 PACKAGE = "tract"
-NOTES = "lengths are symbols of the model, so one model serves them all"
+NOTES = "step encoder and decoder: one model serves all lengths; the searches hold a Loop, which it lacks"
 
 
 def load(path):
     graph = onnx.load(path, load_external_data=False).graph
-    model = tract.onnx().load(str(path))
-    runnable = model.into_model().into_runnable()
+    inputs, names = ([value.name for value in values] for values in (graph.input, graph.output))
+    runnable = tract.onnx().load(str(path)).into_model().into_runnable()
 
     def run(feeds):
-        outputs = runnable.run([feeds[value.name] for value in graph.input])
-        return {value.name: np.array(out.to_numpy()) for value, out in zip(graph.output, outputs, strict=True)}
+        outputs = runnable.run([feeds[name] for name in inputs])
+        return {name: np.array(output.to_numpy()) for name, output in zip(names, outputs, strict=True)}
 
     return run
