@@ -261,6 +261,7 @@ def load_optimum(folder: Path, search: str, precision: str, device: str, threads
             attention_mask=(src != pad_id).long(),
             max_new_tokens=max_len,
             do_sample=False,
+            pad_token_id=pad_id,
             **options,
         )
         return cut(tokens[:, 1:].cpu().numpy(), pad_id)

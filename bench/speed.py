@@ -243,7 +243,8 @@ def decoding(bench: Bench) -> list[str]:
 
 def single_thread(bench: Bench) -> list[str]:
     """CTranslate2 may lose by its second thread: the same with one thread for all."""
-    return decoding(bench._replace(threads=1, peers=["ctranslate2"]))
+    peers = [peer for peer in bench.peers if peer == "ctranslate2"]
+    return decoding(bench._replace(threads=1, peers=peers)) if peers else ["CTranslate2 was not measured."]
 
 
 def answers_that_end(bench: Bench) -> list[str]:
