@@ -261,10 +261,12 @@ def load_optimum(folder: Path, search: str, precision: str, device: str, threads
             attention_mask=(src != pad_id).long(),
             max_new_tokens=max_len,
             do_sample=False,
-            pad_token_id=pad_id,
             **options,
         )
-        return cut(tokens[:, 1:].cpu().numpy(), pad_id)
+        tokens = tokens[:, 1:].cpu().numpy()
+        is_eos = tokens == model.config.eos_token_id
+        ended = is_eos.cumsum(1) > is_eos  # by an earlier id
+        return cut(np.where(ended, pad_id, tokens), pad_id)  # its beam search pads with eos if pad_id is 0
 
     return decode
 
