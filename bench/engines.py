@@ -29,9 +29,9 @@ LONGEST = 1024  # positions in the tables of the engines that need one
 Decode = Callable[[list[list[int]], int], list[list[int]]]
 
 
-def cut(tokens: np.ndarray, pad_id: int) -> list[list[int]]:
-    """(B, T) -> each row up to its padding."""
-    return [[int(token) for token in row if token != pad_id] for row in tokens]
+def cut(tokens: np.ndarray, eos_id: int) -> list[list[int]]:
+    """(B, T) -> each row up to its eos: padding follows, which optimum's beam search fills with eos."""
+    return [row[: row.index(eos_id) + 1] if eos_id in row else row for row in tokens.tolist()]
 
 
 def teach_to_end(model: Transformer, src: torch.Tensor, lengths: torch.Tensor) -> list[int]:
@@ -55,7 +55,7 @@ def teach_to_end(model: Transformer, src: torch.Tensor, lengths: torch.Tensor) -
     with torch.no_grad():
         model.projection.weight[eos_id] = fitted.float()
     return [
-        len(ids) for ids in cut(greedy_search(model, src, int(lengths.max())).numpy(), model.config.pad_id)
+        len(ids) for ids in cut(greedy_search(model, src, int(lengths.max())).numpy(), model.config.eos_id)
     ]
 
 
@@ -69,7 +69,7 @@ def load_onnx(folder: Path, search: str, precision: str, device: str, threads: i
 
     def decode(sources: list[list[int]], max_len: int) -> list[list[int]]:
         tokens = run_onnx.search((session,), run_onnx.pad(sources, facts), max_len)[0]
-        return cut(tokens if search == "greedy" else tokens[:, 0], int(facts["pad_id"]))
+        return cut(tokens if search == "greedy" else tokens[:, 0], int(facts["eos_id"]))
 
     return decode
 
@@ -88,7 +88,7 @@ def load_pytorch(folder: Path, search: str, precision: str, device: str, threads
             if search == "greedy"
             else beam_search(model, src, max_len)[0][:, 0]
         )
-        return cut(tokens.cpu().numpy(), model.config.pad_id)
+        return cut(tokens.cpu().numpy(), model.config.eos_id)
 
     return decode
 
@@ -263,10 +263,7 @@ def load_optimum(folder: Path, search: str, precision: str, device: str, threads
             do_sample=False,
             **options,
         )
-        tokens = tokens[:, 1:].cpu().numpy()
-        is_eos = tokens == model.config.eos_token_id
-        ended = is_eos.cumsum(1) > is_eos  # by an earlier id
-        return cut(np.where(ended, pad_id, tokens), pad_id)  # its beam search pads with eos if pad_id is 0
+        return cut(tokens[:, 1:].cpu().numpy(), model.config.eos_token_id)
 
     return decode
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import onnx
 import torch
 
 from transformer import Transformer, TransformerConfig, beam_search
@@ -26,6 +27,12 @@ def ending_model(seed: int, spread: float = 1.0, **options) -> Transformer:
     free = beam_search(small_model(seed, spread=spread, **options), ragged([6, 3, 1, 5], seed=seed), 6)[0]
     liked = free[(free != 0) & (free != 1)].mode().values.item()
     return small_model(seed, spread=spread, eos_id=liked, **options)
+
+
+def names_of(path) -> tuple[list[str], list[str]]:
+    """-> the names of an ONNX file's inputs and of its outputs, in their order."""
+    graph = onnx.load(path, load_external_data=False).graph
+    return [value.name for value in graph.input], [value.name for value in graph.output]
 
 
 def body_of(graph):

@@ -49,12 +49,7 @@ RUNTIMES = {
 DTYPES = {"float32": (), "int8": ("--int8",), "float16": ("--dtype", "float16")}
 REFUSALS = [  # (runtime, works, dtypes, its words, or ours if it is wrong)
     ("MNN", "forward, encoder + decoder, greedy, beam", "int8", "the converter ended with -11"),
-    (
-        "OpenCV",
-        "forward, encoder + decoder, greedy, beam",
-        "float16",
-        "scale must match input type",
-    ),
+    ("OpenCV", "forward, encoder + decoder, greedy, beam", "float16", "scale must match input type"),
     ("tract", "forward", "float32, int8", "Undetermined symbol in expression"),
     ("tract", "forward, encoder + decoder", "float16", "Output mismatch after rewiring expansion"),
     ("tract", "greedy, beam", "float32, int8, float16", "Unimplemented(Loop)"),

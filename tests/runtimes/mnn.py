@@ -7,7 +7,7 @@ import tempfile
 import MNN
 import MNN.expr
 import numpy as np
-import onnx
+from helpers import names_of
 
 PACKAGE = "mnn"
 NOTES = (
@@ -18,8 +18,7 @@ CONVERT = "import sys, MNN, _tools; _tools.mnnconvert(['MNNConvert', *sys.argv[1
 
 
 def load(path):
-    graph = onnx.load(path, load_external_data=False).graph
-    inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
+    inputs, outputs = names_of(path)
     with tempfile.TemporaryDirectory() as folder:
         converted = f"{folder}/graph.mnn"
         arguments = ["-f", "ONNX", "--modelFile", str(path), "--MNNModel", converted]
